@@ -57,7 +57,7 @@ def measure(count: int) -> float:
 
 
 def fill(folder: Path) -> None:
-    from dit_lora.training.session.session import running
+    from dit_lora.training.session.session import start_run_session
     from dit_lora.training.tasks.diffusion.precompute import precompute
 
     recipe = parse_recipe(
@@ -75,7 +75,7 @@ def fill(folder: Path) -> None:
         },
         "benchmark",
     )
-    with running(recipe) as session:
+    with start_run_session(recipe) as session:
         precompute(session, get_family("cogvideox").open(recipe.model))
 
 

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from benchmarks.step_models import CONFIGS
 from dit_lora.config.load import load_recipe
 from dit_lora.data.cache.cache import TensorCache
-from dit_lora.data.cache.fill import Job, fill_cache
+from dit_lora.data.cache.fill import CacheJob, fill_cache
 from dit_lora.families import get_family
 from dit_lora.families.base import Tensors, TensorSpec
 
@@ -63,7 +63,7 @@ def filled(work: Path, name: str, count: int) -> int:
     """Fill a cache with the captions of a model; return its bytes on disk."""
     spec = text_spec(work / "model", name)
     cache = TensorCache(work / "texts")
-    jobs = [Job(f"{at}", f"{at:064x}", {}, lambda encoder: encoder()) for at in range(count)]
+    jobs = [CacheJob(f"{at}", f"{at:064x}", {}, lambda encoder: encoder()) for at in range(count)]
     fill_cache(cache, jobs, lambda: encoder_of(spec), launch_id="benchmark")
     return sum(path.stat().st_size for path in (work / "texts").rglob("*") if path.is_file())
 

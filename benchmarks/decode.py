@@ -29,9 +29,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from dit_lora.data.media.decode import RegularTimes, iter_nearest_frames
+from dit_lora.data.media.decode import RegularFrameTimes, iter_nearest_frames
 from dit_lora.data.media.media import MediaFile
-from dit_lora.data.media.pictures import scale_to_cover, stack_planes, to_upright_image
+from dit_lora.data.media.pictures import scale_to_cover, stack_pictures, to_upright_image
 from dit_lora.data.media.video import read_frames
 
 FRAMES, HEIGHT, WIDTH, FPS = 49, 480, 720, 8.0
@@ -58,12 +58,12 @@ def ours(task: Task, threads: int) -> np.ndarray:
 
 
 def from_the_beginning(task: Task, threads: int) -> np.ndarray:
-    times = RegularTimes(FRAMES, FPS, task.start)
+    times = RegularFrameTimes(FRAMES, FPS, task.start)
     chosen: list[np.ndarray] = []
     for near in iter_nearest_frames(MediaFile(task.path), times, should_seek=False):
         picture = scale_to_cover(*to_upright_image(near.frame, near.pixel_aspect), HEIGHT, WIDTH)
         chosen += [picture] * near.num_times
-    return stack_planes(chosen)
+    return stack_pictures(chosen)
 
 
 def whole_file(task: Task, threads: int) -> np.ndarray:
@@ -88,7 +88,7 @@ def by_torchcodec(task: Task, threads: int) -> np.ndarray:
 
 
 def resized(task: Task, pictures: Any) -> np.ndarray:
-    return stack_planes(
+    return stack_pictures(
         [scale_to_cover(Image.fromarray(picture), task.stretch, HEIGHT, WIDTH) for picture in pictures]
     )
 

@@ -35,7 +35,7 @@ from dit_lora.adapters.diffusers_format import read_run_metadata
 from dit_lora.adapters.load import load_adapter
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.families import get_family
-from dit_lora.files import stage_folder
+from dit_lora.files import write_folder_atomically
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     write_folders(work, digits[trained], classes[trained], args.replayed)
     base = work / "base"
     if not base.exists():
-        with stage_folder(base) as staged:
+        with write_folder_atomically(base) as staged:
             build_base(staged, digits[trained], args.vae_steps)
     print(f"VAE and data: {time.perf_counter() - began:.0f} s")
     if args.forgetting:

@@ -233,9 +233,9 @@ def make_model(folder: Path, layers: int) -> Path:
         from diffusers import CogVideoXTransformer3DModel
 
         from dit_lora.families import get_family
-        from dit_lora.files import stage_folder
+        from dit_lora.files import write_folder_atomically
 
-        with stage_folder(folder) as staged:
+        with write_folder_atomically(folder) as staged:
             get_family("cogvideox").build_tiny_checkpoint("cogvideox-5b", staged, 0)
             torch.manual_seed(0)
             config = CogVideoXTransformer3DModel.load_config(staged / "transformer")
@@ -247,9 +247,9 @@ def make_model(folder: Path, layers: int) -> Path:
 def make_clips(folder: Path, height: int, width: int) -> Path:
     if not folder.exists():
         from dit_lora.data.synthetic.clips import write_shapes
-        from dit_lora.files import stage_folder
+        from dit_lora.files import write_folder_atomically
 
-        with stage_folder(folder) as staged:
+        with write_folder_atomically(folder) as staged:
             write_shapes(staged, clips=6, frames=17, height=height, width=width, fps=8.0)
     return folder
 

@@ -15,7 +15,7 @@ import torch
 from accelerate.state import AcceleratorState
 from tqdm import tqdm
 
-from dit_lora.errors import reported_errors
+from dit_lora.errors import report_errors_and_exit
 
 ROOT = Path(__file__).parents[1]
 Main = Callable[[list[str]], None]
@@ -42,7 +42,7 @@ def forked(main: Main, args: list[str], environment: dict[str, str], log: Path) 
         AcceleratorState._reset_state(reset_partial_state=True)
         # Builds of PyTorch for CUDA count a fake device as one, and then start no engine in a copy: before it is seen.
         torch.ones((), requires_grad=True).backward()
-        with reported_errors():
+        with report_errors_and_exit():
             main(args)
         code = 0
     finally:

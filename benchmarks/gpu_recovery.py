@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from benchmarks.forks import ROOT, load_script
 from dit_lora.data.loading.batch import Batch
 from dit_lora.data.synthetic.clips import write_shapes
-from dit_lora.errors import reported_errors
+from dit_lora.errors import report_errors_and_exit
 from dit_lora.families import get_family
 from dit_lora.training import loop as training_loop
 
@@ -213,7 +213,7 @@ def _as_run(kind: str, arguments: list[str]) -> None:
     """Run `recipes/lora.py` in this process, which was started for it."""
     if kind == "poisoned":
         _poison()
-    with reported_errors():
+    with report_errors_and_exit():
         load_script().main(arguments)
 
 

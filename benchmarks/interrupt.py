@@ -25,7 +25,7 @@ from benchmarks.forks import ROOT, Main, forked, load_script, wait
 from benchmarks.kill_nine import SETTINGS, differences, open_folder
 from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.families import get_family
-from dit_lora.training.tasks.registry import task_of
+from dit_lora.training.tasks.registry import get_task_of_family
 
 COMMAND = (sys.executable, "-m", "dit_lora", "train")
 MOMENTS = (
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     chance, has_failed = random.Random(options.seed), False
     with open_folder(options.out) as folder:
-        task_of("cogvideox")  # imported here, once
+        get_task_of_family("cogvideox")  # imported here, once
         get_family("cogvideox").build_tiny_checkpoint("cogvideox-2b", folder / "model", 0)
         write_shapes(folder / "clips", clips=5, frames=9, height=64, width=96, fps=8)
         recipe = str(ROOT / "recipes" / "smoke" / "cogvideox.yaml")

@@ -31,7 +31,7 @@ from tqdm import tqdm
 from benchmarks.forks import ROOT, Main, ended, forked, free_port, load_script, wait
 from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.families import get_family
-from dit_lora.training.tasks.registry import task_of
+from dit_lora.training.tasks.registry import get_task_of_family
 
 MOMENTS = {"start": 2.0, "training": 0.4, "write": 0.012, "rename": 0.004}
 """What is waited for, and the seconds after it within which the kill comes."""
@@ -364,7 +364,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     began, tally, chance = time.monotonic(), Tally(), random.Random(options.seed)
     with open_folder(options.out) as folder:
-        task_of("cogvideox")  # imported here, once
+        get_task_of_family("cogvideox")  # imported here, once
         get_family("cogvideox").build_tiny_checkpoint("cogvideox-2b", folder / "model", 0)
         write_shapes(folder / "clips", clips=5, frames=9, height=64, width=96, fps=8)
         recipe = str(ROOT / "recipes" / "smoke" / "cogvideox.yaml")

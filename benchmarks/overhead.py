@@ -44,10 +44,10 @@ from dit_lora.training import loop as training_loop
 from dit_lora.training.distributed import engine as training_engine
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.journal import Journal, build_metrics_line
-from dit_lora.training.loop import Loop, LoopCallbacks, train
-from dit_lora.training.optim.build import Schedule, build_optimizer
+from dit_lora.training.loop import LoopCallbacks, TrainingLoopComponents, train
+from dit_lora.training.optim.build import LearningRateSchedule, build_optimizer
 from dit_lora.training.optim.state import optimizer_state
-from dit_lora.training.recovery.monitoring import StepWatcher
+from dit_lora.training.recovery.monitoring import StepMonitor
 from dit_lora.training.recovery.run_recovery import RunFailure
 from dit_lora.training.step import StepResult
 from dit_lora.training.tasks.diffusion.task import average_by_timestep
@@ -156,7 +156,7 @@ def our_loop(checkpoint: Checkpoint, accelerator: Accelerator, size: int, folder
         lambda: {**get_trainable_parameters(model), **optimizer_state(optimizer)},
         interval_steps=GUARD.snapshot_every,
     )
-    watcher = StepWatcher(snapshots, Monitor(model, interval_steps=GUARD.monitor_every if guarded else 0))
+    watcher = StepMonitor(snapshots, Monitor(model, interval_steps=GUARD.monitor_every if guarded else 0))
     folder.mkdir()
     journal, bar = Journal(folder, start_step=0), tqdm(file=io.StringIO(), position=0)
 
@@ -167,14 +167,14 @@ def our_loop(checkpoint: Checkpoint, accelerator: Accelerator, size: int, folder
         journal.write_step(line, watcher.collect_statistics(result.step))
         bar.set_postfix(loss=f"{result.loss:.4f}", grad=f"{result.grad_norm:.3g}", refresh=False)
         bar.update()
-        if guarded and snapshots.is_due(result.step):
-            snapshots.take(result.step)
+        if guarded and snapshots.is_snapshot_due(result.step):
+            snapshots.take_snapshot(result.step)
 
     callbacks = TimedCallbacks(fixed_batches(size), on_step)
-    loop = Loop(
+    loop = TrainingLoopComponents(
         engine=Engine(accelerator, prepared_model, prepared_optimizer),
         loss_function=lambda m, batch, streams: checkpoint.losses(m, batch.tensors, streams),
-        schedule=Schedule(OPTIM, 1_000_000),
+        schedule=LearningRateSchedule(OPTIM, 1_000_000),
         optim=OPTIM,
         accumulate=1,
         seed=42,

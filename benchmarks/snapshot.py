@@ -95,12 +95,12 @@ def one_round(state: dict[str, torch.Tensor], device: torch.device) -> dict[str,
         if device.type == "cuda" and name.startswith("take"):
             seconds[f"{name}, until it returns"] = returned
 
-    timed("take, allocating", lambda: snapshots.take(1))
-    snapshots.take(2)
-    timed("take, into used buffers", lambda: snapshots.take(3))
+    timed("take, allocating", lambda: snapshots.take_snapshot(1))
+    snapshots.take_snapshot(2)
+    timed("take, into used buffers", lambda: snapshots.take_snapshot(3))
     timed("torch.clone", lambda: [tensor.detach().clone() for tensor in state.values()])
     timed("not_finite", lambda: snapshots.find_nonfinite(3))
-    timed("restore", lambda: snapshots.restore(3))
+    timed("restore", lambda: snapshots.restore_snapshot(3))
     return seconds
 
 

@@ -20,13 +20,13 @@ from PIL import Image
 from dit_lora.config.load import parse_recipe
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.cache.cache import TensorCache, encode_entry
-from dit_lora.data.loading.batch import PositionSampler, Reading
+from dit_lora.data.loading.batch import DataReadingSettings, PositionSampler
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint
-from dit_lora.files import stage_folder
-from dit_lora.training.session.session import running
-from dit_lora.training.tasks.diffusion.cache_plan import make_plan
+from dit_lora.files import write_folder_atomically
+from dit_lora.training.session.session import start_run_session
+from dit_lora.training.tasks.diffusion.cache_plan import make_cache_plan
 from dit_lora.training.tasks.diffusion.precompute import precompute
 
 _CLASSES = [f"class {number}" for number in range(2, 12)]
@@ -45,14 +45,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(work: Path, samples: int) -> None:
     model = work / "model"
     if not model.exists():
-        with stage_folder(model) as staged:
+        with write_folder_atomically(model) as staged:
             get_family("dit").build_tiny_checkpoint("dit-tiny", staged, 0)
     print("| samples | sources and classes | keys and cache | order and first batch | in all |")
     print("|---:|---:|---:|---:|---:|")
     for count in (100, samples):  # the first pays for imports
         data = work / f"images_{count}"
         if not data.exists():
-            with stage_folder(data) as staged:
+            with write_folder_atomically(data) as staged:
                 write_images(staged, count)
         values = {
             "model": {"family": "dit", "path": str(model)},
@@ -73,13 +73,13 @@ def restart(recipe: Recipe) -> tuple[float, float, float]:
     checkpoint = get_family("dit").open(recipe.model, recipe)
     opened_at = time.perf_counter()
     AcceleratorState._reset_state(reset_partial_state=True)
-    with running(recipe) as session:
+    with start_run_session(recipe) as session:
         clips = precompute(session, checkpoint).training_set
         planned = time.perf_counter()
         quarantine = Quarantine(Path(recipe.run.dir) / "quarantine.jsonl")
         topology = {"batch_size": 4, "accumulate": 1, "rank": 0, "num_ranks": 1}
         sampler = PositionSampler(start_step=0, steps=1, **topology)
-        config = Reading(
+        config = DataReadingSettings(
             sampler,
             seed=0,
             caption_dropout=0.1,
@@ -106,7 +106,7 @@ def write_images(folder: Path, samples: int) -> None:
 
 def fill(recipe: Recipe, checkpoint: Checkpoint) -> None:
     """Random latents and the classes' entries, as shards."""
-    plan = make_plan(recipe, checkpoint.encoders, torch.float32, samples_per_step=4, quiet=False)
+    plan = make_cache_plan(recipe, checkpoint.encoders, torch.float32, samples_per_step=4, quiet=False)
     latents = {name: torch.randn(4, 4, 4) for name in ("latent_mean", "latent_logvar")}
     videos = TensorCache(recipe.cache_dir / "videos")
     missing = [entry for entry in plan.planned_samples if not videos.is_complete(entry.video.key)]

@@ -26,9 +26,9 @@ from dit_lora.training.execution.activation_checkpointing import (
     set_checkpointing,
 )
 from dit_lora.training.execution.activations import advise_checkpointing, measure_activations
-from dit_lora.training.loop import Loop, LoopCallbacks, train
-from dit_lora.training.optim.build import Schedule
-from dit_lora.training.recovery.monitoring import StepWatcher
+from dit_lora.training.loop import LoopCallbacks, TrainingLoopComponents, train
+from dit_lora.training.optim.build import LearningRateSchedule
+from dit_lora.training.recovery.monitoring import StepMonitor
 from dit_lora.training.recovery.run_recovery import RunFailure
 from dit_lora.training.session.determinism import use_deterministic_algorithms
 from dit_lora.training.step import StepResult
@@ -279,7 +279,7 @@ class _GuardedSteps:
         # The loop counts steps from 1.
         train(loop, start_step=first_step, steps=last_step + 1)
 
-    def _build_loop(self) -> Loop:
+    def _build_loop(self) -> TrainingLoopComponents:
         group = GroupConfig(lr=_RATE, schedule="constant", warmup_steps=0)
         optim = OptimConfig(groups=GroupsConfig(adapter=group), clip=_CLIP)
         device = next(self.model.parameters()).device
@@ -289,15 +289,15 @@ class _GuardedSteps:
             kwargs = {**batch.tensors, **constants}
             return LossOutput(sample_losses(model, kwargs), batch.tensors["timestep"])
 
-        return Loop(
+        return TrainingLoopComponents(
             engine=Engine(Accelerator(cpu=device.type == "cpu"), self.model, self.optimizer),
             loss_function=losses,
-            schedule=Schedule(optim, len(self.batches)),
+            schedule=LearningRateSchedule(optim, len(self.batches)),
             optim=optim,
             accumulate=1,
             seed=0,
             recovery=_NoRecovery(),
-            watcher=StepWatcher(Snapshots(dict, interval_steps=0)),
+            watcher=StepMonitor(Snapshots(dict, interval_steps=0)),
             callbacks=_SettingCallbacks(self.batches, lambda step, loss, host_share: None),
             compute_norms=choose_norm_function("auto", self.optimizer.param_groups[0]["params"])[0],
         )

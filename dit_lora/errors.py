@@ -58,14 +58,14 @@ def format_list(summary: str, items: Sequence[str]) -> str:
     return "\n".join([summary, *(f"  - {offender}" for offender in items)])
 
 
-def join_first(items: Collection[object], limit: int) -> str:
+def join_first_items(items: Collection[object], limit: int) -> str:
     """Join the first `limit` items with commas and count the rest, as in `a, b and 3 more`."""
     # The rest is only counted: a message with thousands of names would hide its beginning.
     more = f" and {len(items) - limit:,} more" if len(items) > limit else ""
     return ", ".join(str(item) for item in list(items)[:limit]) + more
 
 
-def format_kind(kind: str) -> str:
+def format_event_kind(kind: str) -> str:
     """The kind of a guard event as text, such as "non-finite loss" for `non_finite_loss`."""
     return kind.replace("_", " ").replace("non finite", "non-finite")
 
@@ -104,7 +104,7 @@ def print_error(error: DitLoraError) -> None:
 
 
 @contextmanager
-def reported_errors(interrupted: str = "interrupted") -> Iterator[None]:
+def report_errors_and_exit(interrupted: str = "interrupted") -> Iterator[None]:
     """Context manager that turns a `DitLoraError`, or an error of the disk, into a message and an exit code.
 
     `interrupted` is the message for Ctrl-C.

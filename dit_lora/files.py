@@ -70,7 +70,7 @@ def write_json(path: Path, values: Mapping[str, Any] | list[Any]) -> None:
     write_atomically(path, json.dumps(content, indent=2) + "\n")
 
 
-def sync_folder(path: Path) -> None:
+def fsync_folder(path: Path) -> None:
     """Flush a folder's entries to the disk: a rename lasts once its folder is synced, and syncing a file does not."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -79,7 +79,7 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def replace_contents(path: Path, data: bytes) -> None:
+def overwrite_file_atomically(path: Path, data: bytes) -> None:
     """Overwrite a user's file atomically and keep its permissions. If it is a link, its target is overwritten."""
     # Renaming onto a link would replace the link.
     target = Path(os.path.realpath(path))
@@ -107,7 +107,7 @@ def set_shared_permissions(folder: Path) -> None:
 
 
 @contextmanager
-def stage_folder(output_folder: Path, *, replace: bool = False) -> Iterator[Path]:
+def write_folder_atomically(output_folder: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder next to `output_folder`, which is renamed to it on success and removed on failure.
 
     With `replace`, a folder of that name is removed first, once the new one is complete.
@@ -163,7 +163,7 @@ def append_line(path: Path, text: str) -> None:
         raise
 
 
-def open_regular(path: Path, max_bytes: int | None = None) -> BufferedReader:
+def open_regular_file(path: Path, max_bytes: int | None = None) -> BufferedReader:
     """Open a regular file for reading; links are followed.
 
     Raises `OSError` for anything else, such as a named pipe, from which reading could block forever, and for a file
@@ -172,10 +172,10 @@ def open_regular(path: Path, max_bytes: int | None = None) -> BufferedReader:
     return _wrap_regular_file(os.open(path, _OPEN_FLAGS), path, max_bytes)
 
 
-def open_inside(folder: Path, path: Path, max_bytes: int | None = None) -> BufferedReader:
+def open_file_inside_folder(folder: Path, path: Path, max_bytes: int | None = None) -> BufferedReader:
     """Open a regular file in a folder for reading, without following any link inside the folder.
 
-    Raises `OSError` as `open_regular` does, and for a path that is, or leads through, a link.
+    Raises `OSError` as `open_regular_file` does, and for a path that is, or leads through, a link.
     """
     parts = path.relative_to(folder).parts
     if not parts or ".." in parts:
@@ -184,7 +184,7 @@ def open_inside(folder: Path, path: Path, max_bytes: int | None = None) -> Buffe
         # Windows opens no file relative to a folder. A link that is swapped in after this check is followed.
         if any(os.path.islink(folder.joinpath(*parts[:depth])) for depth in range(1, len(parts) + 1)):
             raise OSError(errno.ENXIO, _LINK_REASON, str(path))
-        return open_regular(path, max_bytes)
+        return open_regular_file(path, max_bytes)
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
@@ -226,31 +226,31 @@ def _require_regular_status(status: os.stat_result, path: str) -> None:
         raise OSError(errno.ENXIO, os.strerror(errno.EISDIR) if is_folder else "is not a regular file", path)
 
 
-def can_open_inside(folder: Path, path: Path, max_bytes: int | None = None) -> bool:
+def can_open_inside_folder(folder: Path, path: Path, max_bytes: int | None = None) -> bool:
     """True if a path is a regular file in a folder that can be opened without following a link inside the folder."""
     try:
-        open_inside(folder, path, max_bytes).close()
+        open_file_inside_folder(folder, path, max_bytes).close()
     except OSError:
         return False
     return True
 
 
-def read_inside(folder: Path, path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """Read a regular file in a folder without following any link inside the folder. Raises as `open_inside`."""
-    with open_inside(folder, path, max_bytes) as file:
+def read_file_inside_folder(folder: Path, path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+    """Read a regular file in a folder without following any link inside the folder. Raises as `open_file_inside_folder`."""
+    with open_file_inside_folder(folder, path, max_bytes) as file:
         return file.read()
 
 
-def read_regular(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+def read_regular_file(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
     """Read a regular file; links are followed. Raises `OSError` for other kinds of files, or more than `max_bytes`."""
-    with open_regular(path, max_bytes) as file:
+    with open_regular_file(path, max_bytes) as file:
         return file.read()
 
 
 def read_regular_files(paths: Iterable[str]) -> Iterator[tuple[bytes, os.stat_result]]:
     """Yield the bytes of small regular files, and their status from before; links are followed.
 
-    For thousands of files: it takes a third of the time of `Path.stat` and `read_regular`. Raises `OSError` for other
+    For thousands of files: it takes a third of the time of `Path.stat` and `read_regular_file`. Raises `OSError` for other
     kinds of files.
     """
     for path in paths:
@@ -270,13 +270,13 @@ def read_regular_files(paths: Iterable[str]) -> Iterator[tuple[bytes, os.stat_re
 
 
 def compute_sha256(path: Path) -> str:
-    """SHA-256 of a regular file in hexadecimal. Raises as `open_regular`."""
-    with open_regular(path) as file:
+    """SHA-256 of a regular file in hexadecimal. Raises as `open_regular_file`."""
+    with open_regular_file(path) as file:
         # Reads in blocks, so that a checkpoint never lies in memory.
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def require_regular(folder: Path) -> None:
+def require_regular_files(folder: Path) -> None:
     """Raise `DitLoraError` if the folder or one of its subfolders holds a named pipe, a socket or a device.
 
     Libraries open the files of a checkpoint by name, and would wait forever on a pipe. Links are followed.
@@ -310,7 +310,7 @@ def read_json(path: Path) -> Any:
     The file must be a regular one of at most `MAX_TEXT_BYTES`.
     """
     try:
-        return parse_json(read_regular(path))
+        return parse_json(read_regular_file(path))
     except ParseError as error:
         raise ParseError(f"{path} is not valid JSON: {error}") from error
 
@@ -330,7 +330,11 @@ def read_json_lines(path: Path, *, follow_links: bool = False) -> JsonLines:
     """
     lines = JsonLines([], [])
     try:
-        file = open_regular(path, MAX_LINES_BYTES) if follow_links else open_inside(path.parent, path, MAX_LINES_BYTES)
+        file = (
+            open_regular_file(path, MAX_LINES_BYTES)
+            if follow_links
+            else open_file_inside_folder(path.parent, path, MAX_LINES_BYTES)
+        )
     except FileNotFoundError:
         return lines
     with file:

@@ -68,7 +68,7 @@ def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
         raise ParseError(error.msg, position=error.pos, location=where) from error
     except (RecursionError, ValueError) as error:
         raise convert_to_parse_error(error) from error
-    _require_shallow(value, text)
+    _require_max_json_depth(value, text)
     return value
 
 
@@ -80,7 +80,7 @@ def parse_json_at(text: str, start: int) -> tuple[Any, int]:
         raise ParseError(error.msg, position=error.pos) from error
     except (RecursionError, ValueError) as error:
         raise convert_to_parse_error(error, start) from error
-    _require_shallow(value, text, start)
+    _require_max_json_depth(value, text, start)
     return value, end
 
 
@@ -91,7 +91,7 @@ def convert_to_parse_error(error: Exception, position: int | None = None) -> Par
     return ParseError(message, position=position)
 
 
-def _require_shallow(value: object, text: str, start: int = 0) -> None:
+def _require_max_json_depth(value: object, text: str, start: int = 0) -> None:
     # Most texts have fewer brackets than the allowed levels, and need no check.
     if text.count("[", start) + text.count("{", start) <= MAX_LEVELS:
         return

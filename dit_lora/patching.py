@@ -32,25 +32,25 @@ class Patches:
 
         # `wraps` keeps the attributes that torch's schedulers set on `optimizer.step`.
         @functools.wraps(original)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
+        def call_wrapper(*args: Any, **kwargs: Any) -> Any:
             return wrapper(original, *args, **kwargs)
 
-        def restore() -> None:
+        def restore_original_method() -> None:
             if instance_attribute:
                 setattr(owner, name, instance_attribute)
             else:  # deleting our attribute makes the method of the class visible again
                 delattr(owner, name)
 
-        setattr(owner, name, wrapped)
+        setattr(owner, name, call_wrapper)
         # Undone in reverse order: an object may be patched several times.
-        self._undo.append(restore)
+        self._undo.append(restore_original_method)
 
     def set_attribute(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute that the object does not have itself; `undo` deletes it."""
         setattr(owner, name, value)
         self._undo.append(lambda: delattr(owner, name))
 
-    def gate_step(self, owner: Any, is_closed: Callable[[], bool]) -> None:
+    def skip_step_while(self, owner: Any, is_closed: Callable[[], bool]) -> None:
         """Make `owner.step` do nothing while `is_closed()` is true, by swapping in a subclass.
 
         An attribute would not do: a scheduler's state_dict contains all of its attributes, and must be picklable.
@@ -78,7 +78,7 @@ class Patches:
         self._undo.append(lambda: _SET_CLASS(owner, original_class))
         return True
 
-    def add_handle(self, handle: Any) -> None:
+    def add_hook_handle(self, handle: Any) -> None:
         """Register a PyTorch hook's handle, so that `undo` removes the hook."""
         self._undo.append(handle.remove)
 

@@ -209,7 +209,7 @@ def make_redactor() -> Callable[[Any], Any]:
 
 def redact_model_text(text: str) -> str:
     """Redact text written for a model: only text that is certainly a path is removed, and `/imagine` is kept."""
-    return _clean_text(text, _read_environment_secrets(), _PROSE_PATHS)
+    return _redact_text(text, _read_environment_secrets(), _PROSE_PATHS)
 
 
 def remove_tokens(text: str) -> str:
@@ -239,20 +239,20 @@ def _replace_value(match: re.Match[str]) -> str:
     return f"{match['name']}{quote}{TOKEN}{quote}"
 
 
-def _clean_text(text: str, secrets: Sequence[str], paths: re.Pattern[str]) -> str:
+def _redact_text(text: str, secrets: Sequence[str], paths: re.Pattern[str]) -> str:
     # Tokens first: a token may contain slashes, of which a path pattern would leave a part.
     text = _redact_known_secrets(text, secrets)
     if "/" not in text and "\\" not in text:
         return text
     # The whole text is one path, which may have spaces.
     if paths is _TEXT_PATHS and _WHOLE_PATH.fullmatch(text):
-        return _get_last_part(text)
+        return _get_last_path_part(text)
     return paths.sub(_shorten_match, text)
 
 
 def _redact_nested(value: Any, secrets: Sequence[str], paths: re.Pattern[str]) -> Any:
     if isinstance(value, str):
-        return _clean_text(value, secrets, paths)
+        return _redact_text(value, secrets, paths)
     if isinstance(value, Mapping):
         return {
             _redact_nested(key, secrets, paths): TOKEN
@@ -295,13 +295,13 @@ def _shorten_match(match: re.Match[str]) -> str:
     if match["address"]:
         # `file://` and similar URLs hold a path; the others, such as https, are kept.
         is_local = match["scheme"].lower() in _LOCAL_SCHEMES
-        return f"{match['scheme']}:{_get_last_part(match['address'])}" if is_local else match["address"]
+        return f"{match['scheme']}:{_get_last_path_part(match['address'])}" if is_local else match["address"]
     if match["quote"]:
-        return f"{match['quote']}{_get_last_part(match['inside'])}{match['quote']}"
-    return _get_last_part(match[0])
+        return f"{match['quote']}{_get_last_path_part(match['inside'])}{match['quote']}"
+    return _get_last_path_part(match[0])
 
 
-def _get_last_part(path: str) -> str:
+def _get_last_path_part(path: str) -> str:
     """Last part of a path. A home folder becomes `[home]`, because its name is the user's."""
     # Both kinds of slashes: a text may come from another system.
     parts = [part for part in re.split(r"[/\\]+", path) if part]

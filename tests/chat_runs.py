@@ -20,7 +20,7 @@ from dit_lora.data.media.video import read_header, write_sample
 from dit_lora.data.synthetic.clips import COLOURS
 from dit_lora.data.synthetic.conversations import write_conversations
 from dit_lora.families import CHAT_FAMILIES, get_family
-from dit_lora.training.tasks.chat.answerer import Answerer
+from dit_lora.training.tasks.chat.answerer import ChatAnswerGenerator
 
 Main = Callable[[list[str]], None]
 CLIPS = (
@@ -126,16 +126,16 @@ def _write_questions(folder: Path, records: list[dict[str, Any]]) -> None:
     (folder / "qa.json").write_text(json.dumps(records))
 
 
-def answers_of(answerer: Answerer, folder: Path, records: list[dict[str, Any]]) -> list[str]:
+def answers_of(answerer: ChatAnswerGenerator, folder: Path, records: list[dict[str, Any]]) -> list[str]:
     """What it says to each question of the records."""
     return [
-        answerer.ask(MediaFile(folder / record["video"]), turn["q"], max_tokens=40)
+        answerer.answer_question(MediaFile(folder / record["video"]), turn["q"], max_tokens=40)
         for record in records
         for turn in record["QA"]
     ]
 
 
-def with_peft(run: Path) -> Answerer:
+def with_peft(run: Path) -> ChatAnswerGenerator:
     """The run's result by the stock model, its base weights by hand, and `PeftModel.from_pretrained`."""
     recipe = load_recipe(run / "config.yaml")
     config = ModelConfig(family=recipe.model.family, path=recipe.model.path)
@@ -144,4 +144,4 @@ def with_peft(run: Path) -> Answerer:
     weights = load_file(run / "adapter" / "base_weights.safetensors")
     assert not model.load_state_dict(weights, strict=False).unexpected_keys
     tuned = PeftModel.from_pretrained(model, run / "adapter").eval()
-    return Answerer(checkpoint, tuned, torch.device("cpu"), torch.float32)
+    return ChatAnswerGenerator(checkpoint, tuned, torch.device("cpu"), torch.float32)

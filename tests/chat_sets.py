@@ -7,12 +7,12 @@ from typing import Any
 
 from dit_lora.config.load import parse_recipe
 from dit_lora.config.recipe import Recipe
-from dit_lora.data.loading.batch import PositionSampler, Reading
+from dit_lora.data.loading.batch import DataReadingSettings, PositionSampler
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.families import get_family
 from dit_lora.families.chat_base import ChatCheckpoint
 from dit_lora.training.tasks.chat.samples import ChatSamples, build_training_set, find_conversations
-from dit_lora.training.tasks.chat.training_set import ChatSet
+from dit_lora.training.tasks.chat.training_set import ChatTrainingSet
 
 WATCH = "Watch the video and answer the question, please."
 
@@ -66,7 +66,7 @@ def found_in(recipe: Recipe) -> tuple[ChatCheckpoint, ChatSamples]:
     return checkpoint, find_conversations(recipe, checkpoint, recipe.data, quiet=True)
 
 
-def set_of(recipe: Recipe) -> ChatSet:
+def set_of(recipe: Recipe) -> ChatTrainingSet:
     checkpoint, media = found_in(recipe)
     assert not media.rejected
     return build_training_set(media.entries, checkpoint, recipe)
@@ -80,7 +80,7 @@ def reading(
     rank: int = 0,
     ranks: int = 1,
     **other: Any,
-) -> Reading:
+) -> DataReadingSettings:
     steps = other.pop("steps", 12)
     sampler = PositionSampler(
         start_step=0,
@@ -92,4 +92,4 @@ def reading(
     )
     defaults: dict[str, Any] = {"seed": 3, "caption_dropout": 0.0, "workers": 0, "prefetch": 2}
     quarantine = Quarantine(tmp_path / "quarantine.json")
-    return Reading(sampler, quarantine=quarantine, pin_memory=False, **{**defaults, **other})
+    return DataReadingSettings(sampler, quarantine=quarantine, pin_memory=False, **{**defaults, **other})

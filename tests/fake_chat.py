@@ -11,9 +11,9 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.data.chat.conversation import Conversation, ConversationKind
-from dit_lora.data.chat.rendered import Piece, RenderedConversation
+from dit_lora.data.chat.rendered import RenderedConversation, TokenPiece
 from dit_lora.families.chat_base import VisionSettings
-from dit_lora.training.tasks.chat.answerer import Answerer
+from dit_lora.training.tasks.chat.answerer import ChatAnswerGenerator
 
 Say = Callable[[nn.Module, str], str]
 HOW = VisionSettings(frames=4, height=8, width=10)
@@ -30,7 +30,7 @@ class Checkpoint:
     asked: list[tuple[Conversation, tuple[float, ...]]] = field(default_factory=list)
     pixels: list[torch.Tensor | None] = field(default_factory=list)
 
-    def with_vision_settings(self, vision_settings: VisionSettings) -> "Checkpoint":
+    def copy_with_vision_settings(self, vision_settings: VisionSettings) -> "Checkpoint":
         return replace(self, vision_settings=vision_settings)  # what is asked of either is kept in the same lists
 
     def shape(self, kind: ConversationKind, height: int, width: int) -> VideoShape:
@@ -40,7 +40,7 @@ class Checkpoint:
             self.vision_settings.width,
         )
 
-    def render(
+    def tokenize_conversation(
         self,
         conversation: Conversation,
         shape: VideoShape | None,
@@ -51,7 +51,7 @@ class Checkpoint:
         assert not include_answer
         times = () if self.vision_settings.timestamps is False else tuple(seconds)
         self.asked.append((conversation, times))
-        return RenderedConversation((Piece((7, 9, 11), "fixed"),))
+        return RenderedConversation((TokenPiece((7, 9, 11), "fixed"),))
 
     def answer(
         self,
@@ -68,5 +68,5 @@ class Checkpoint:
         return mistral().to(dtype)
 
 
-def answerer(say: Say = Checkpoint.say) -> Answerer:
-    return Answerer(Checkpoint(say=say), nn.Linear(3, 3), torch.device("cpu"), torch.float32)
+def answerer(say: Say = Checkpoint.say) -> ChatAnswerGenerator:
+    return ChatAnswerGenerator(Checkpoint(say=say), nn.Linear(3, 3), torch.device("cpu"), torch.float32)

@@ -11,7 +11,7 @@ from peft.tuners import lora as peft_lora
 from torch import Tensor, nn
 
 from dit_lora.fuse import lora
-from dit_lora.fuse.patches import Fusion, patch_forward
+from dit_lora.fuse.patches import FusedModelState, patch_forward
 from dit_lora.fuse.registry import FORWARDS
 
 PATCH = next(patch for patch in FORWARDS if patch.target_class == "peft.tuners.lora.layer.Linear")
@@ -19,7 +19,7 @@ BF16 = torch.bfloat16
 
 
 class Attention(nn.Module):
-    """Three projections of one input, by `project` or one by one, and one of the result."""
+    """Three projections of one input, by `project_linear_layers` or one by one, and one of the result."""
 
     def __init__(self, width: int = 24) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         layers = (self.q, self.k, self.v)
-        q, k, v = lora.project(layers, x) if self.shared else (layer(x) for layer in layers)
+        q, k, v = lora.project_linear_layers(layers, x) if self.shared else (layer(x) for layer in layers)
         return self.out(k * v.sigmoid()) + q.tanh()
 
 
@@ -44,8 +44,8 @@ def build(dtype: torch.dtype = torch.float32, *, seed: int = 0, **config: Any) -
     return model
 
 
-def fused(model: Attention) -> Fusion:
-    fusion = Fusion({lora.OP: True})
+def fused(model: Attention) -> FusedModelState:
+    fusion = FusedModelState({lora.OP: True})
     for name, module in model.named_modules():
         if isinstance(module, peft_lora.LoraLayer):
             patch_forward(name, module, fusion, PATCH)

@@ -35,10 +35,10 @@ class FakeDrawnBatch(FakeBatch):
     redrawn: Callable[[int], MicroBatch]
     moved: Callable[[MicroBatch, bool], MicroBatch]
 
-    def redraw(self, number: int) -> MicroBatch:
+    def redraw_noise(self, number: int) -> MicroBatch:
         return self.redrawn(number)
 
-    def move_to(self, position: MicroBatch, *, copies_seeds: bool = False) -> MicroBatch:
+    def move_to_run_position(self, position: MicroBatch, *, copies_seeds: bool = False) -> MicroBatch:
         return self.moved(position, copies_seeds)
 
 

@@ -17,7 +17,7 @@ from dit_lora.training.execution.activation_checkpointing import (
 )
 from dit_lora.training.loop import max_resident_micro_batches
 from dit_lora.training.optim.build import build_optimizer
-from dit_lora.training.tasks.registry import task_of
+from dit_lora.training.tasks.registry import get_task_of_family
 
 
 class RealRun:
@@ -31,7 +31,7 @@ class RealRun:
         device: torch.device,
     ) -> None:
         self.recipe, self.checkpoint = recipe, subject.checkpoint
-        self.model, groups, _ = task_of(recipe.model.family).load_trainable(
+        self.model, groups, _ = get_task_of_family(recipe.model.family).load_trainable(
             recipe, subject.family, subject.checkpoint, subject.dtype
         )
         self.model.to(device).train()

@@ -13,7 +13,7 @@ from micro_batches import FakeContext, fake_batch
 from torch import nn
 
 from dit_lora.config.recipe import GuardConfig
-from dit_lora.data.loading.order import Order
+from dit_lora.data.loading.order import SampleOrder
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.errors import DitLoraError
 from dit_lora.guard.diagnosis import Diagnosis, Event
@@ -42,7 +42,7 @@ class FakeFiles:
     def write_event(self, event: Event) -> None:
         self.events.append(event.to_record())
 
-    def rewind(self, step: int, *, is_new_trajectory: bool) -> None:
+    def rewind_logs_and_checkpoints(self, step: int, *, is_new_trajectory: bool) -> None:
         self.calls.append(("rewind", step, is_new_trajectory))
 
     def save_quarantine(self, quarantine: Quarantine) -> None:
@@ -52,7 +52,7 @@ class FakeFiles:
         self.calls.append(("set_aside_bad", list(samples)))
         return [f"marked {sample}" for sample in samples]
 
-    def save(self, step: int, guard_state: Mapping[str, Any]) -> None:
+    def save_run_checkpoint(self, step: int, guard_state: Mapping[str, Any]) -> None:
         self.calls.append(("save", step))
         if self.refuse is not None:
             raise self.refuse
@@ -93,7 +93,7 @@ class Guarded:
             policy=Policy(GuardConfig(**guard).recovery_config),
             state=recovery_module.GuardState(),
             quarantine=quarantine,
-            order=Order(SAMPLES, seed=0, quarantine=quarantine),
+            order=SampleOrder(SAMPLES, seed=0, quarantine=quarantine),
             snapshots=Snapshots(self.state, interval_steps=2),
             samples_per_step=2,
             files=self.files,

@@ -16,9 +16,9 @@ from dit_lora.guard.snapshots import Snapshots
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import RandomStreams, draw_integers
 from dit_lora.training.distributed.engine import Engine
-from dit_lora.training.loop import Loop, LoopCallbacks, train
-from dit_lora.training.optim.build import Schedule, build_optimizer
-from dit_lora.training.recovery.monitoring import StepWatcher
+from dit_lora.training.loop import LoopCallbacks, TrainingLoopComponents, train
+from dit_lora.training.optim.build import LearningRateSchedule, build_optimizer
+from dit_lora.training.recovery.monitoring import StepMonitor
 from dit_lora.training.recovery.run_recovery import RunFailure
 from dit_lora.training.step import StepResult
 
@@ -66,7 +66,7 @@ class Callbacks(LoopCallbacks):
         return self.stop_code
 
 
-def with_callbacks(loop: Loop, **changes: Any) -> Loop:
+def with_callbacks(loop: TrainingLoopComponents, **changes: Any) -> TrainingLoopComponents:
     assert isinstance(loop.callbacks, Callbacks)
     return replace(loop, callbacks=replace(loop.callbacks, **changes))
 
@@ -100,7 +100,7 @@ def build(
     losses: Callable = losses_of,
     answers: Sequence[int] = (),
     groups: Mapping[str, Sequence[str]] = {"adapter": ("weight", "bias")},
-) -> Loop:
+) -> TrainingLoopComponents:
     """A loop over a linear layer.
 
     `groups` has the names of the layer's parameters by parameter group.
@@ -121,21 +121,21 @@ def build(
     rates = GroupsConfig(**dict.fromkeys(groups, GroupConfig(lr=0.1)))
     optim = OptimConfig(groups=rates, clip=clip, weight_decay=0)
     prepared_model, optimizer = accelerator.prepare(model, build_optimizer(parameters, optim))
-    return Loop(
+    return TrainingLoopComponents(
         engine=Engine(accelerator, prepared_model, optimizer),
         loss_function=losses,
-        schedule=Schedule(optim, 10),
+        schedule=LearningRateSchedule(optim, 10),
         optim=optim,
         accumulate=accumulate,
         seed=7,
         recovery=FakeRecovery(list(answers)),
-        watcher=StepWatcher(Snapshots(lambda: {}, interval_steps=10)),
+        watcher=StepMonitor(Snapshots(lambda: {}, interval_steps=10)),
         callbacks=Callbacks(),
     )
 
 
 def run(
-    loop: Loop,
+    loop: TrainingLoopComponents,
     steps: int,
     data: list[Batch],
     *,
@@ -152,7 +152,7 @@ def run(
     return results
 
 
-def state_of(loop: Loop) -> list[torch.Tensor]:
+def state_of(loop: TrainingLoopComponents) -> list[torch.Tensor]:
     """Weights, and what AdamW keeps of them."""
     inner = loop.engine.optimizer.optimizer
     weights = list(loop.engine.model.parameters())

@@ -39,7 +39,7 @@ def find_missing(text: str) -> list[str]:
 
 
 def test_a_missing_file_or_function_is_noticed() -> None:
-    text = "`collect_state` of training/fit.py, `collect_nothing` of it, and training/no_such.py"
+    text = "`gather_training_state` of training/fit.py, `collect_nothing` of it, and training/no_such.py"
     assert find_missing(text) == ["training/no_such.py", "collect_nothing"]
 
 

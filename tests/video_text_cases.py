@@ -12,7 +12,7 @@ import torch
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.data.chat.conversation import Conversation, ConversationKind, Turn
 from dit_lora.data.chat.rendered import RenderedConversation
-from dit_lora.data.chat.tensors import to_tensors
+from dit_lora.data.chat.tensors import conversation_to_tensors
 from dit_lora.families.chat import FAMILY
 from dit_lora.families.chat.checkpoint import VideoTextCheckpoint
 from dit_lora.families.chat_base import VisionSettings
@@ -33,7 +33,7 @@ def opened(path: Path, *, frames: int = 3) -> VideoTextCheckpoint:
     """The checkpoint of the folder, which has its variant's name."""
     checkpoint = FAMILY.open(ModelConfig(family="chat", path=str(path)))
     side = SIDES[path.name]
-    return checkpoint.with_vision_settings(VisionSettings(frames, side, side))
+    return checkpoint.copy_with_vision_settings(VisionSettings(frames, side, side))
 
 
 def conversation(kind: ConversationKind, question: str, answer: str) -> Conversation:
@@ -60,7 +60,7 @@ def rendered_sample(
     shape = checkpoint.shape(kind, *size)
     times = frame_times(shape.frames, apart) if shape and kind == "video" else []
     text = conversation(kind, question, answer)
-    rendered = checkpoint.render(text, shape, times, include_answer=answered)
+    rendered = checkpoint.tokenize_conversation(text, shape, times, include_answer=answered)
     if shape is None:
         return rendered, {}
     size3 = (shape.frames, 3, shape.height, shape.width)
@@ -81,7 +81,7 @@ def batched(
     answers = max(rendered.num_answer_tokens for rendered, _ in samples) + extra
     rows = [
         {
-            **to_tensors(
+            **conversation_to_tensors(
                 rendered,
                 length=length,
                 num_answers=answers,

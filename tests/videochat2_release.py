@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Phi3Config
 
 from dit_lora.families.videochat2.tiny import build_bert_tokenizer, build_llm_tokenizer
-from dit_lora.models.videochat2.convert import Conversion, convert_videochat2
+from dit_lora.models.videochat2.convert import ConversionReport, convert_videochat2
 
 VISION, BLOCKS, PATCH = 24, 2, 8  # three blocks in the original, of which the last is not read
 QFORMER, INNER, QUERIES, EXTRA = 16, 40, 3, 2
@@ -187,7 +187,7 @@ class World:
         torch.save(self.stage2, self.folder / "stage2.pth")
         torch.save({"model": self.stage3, "epoch": 2, "scaler": {}}, self.folder / "stage3.pth")
 
-    def convert(self, **changes: Any) -> Conversion:
+    def convert(self, **changes: Any) -> ConversionReport:
         arguments: dict[str, Any] = {
             "llm": self.folder / "llm",
             "vision": self.folder / "umt_l16_qformer.pth",

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dit_lora.cli.json_output import JsonFlag, divert_exit_output, write_answer
-from dit_lora.errors import reported_errors
+from dit_lora.cli.json_output import JsonFlag, divert_exit_output, write_command_result
+from dit_lora.errors import report_errors_and_exit
 
 if TYPE_CHECKING:
     from benchmarks.faults.fault import FaultResult
@@ -26,7 +26,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 def main() -> None:
     """Run the command: errors are one line and an exit code."""
-    with reported_errors():
+    with report_errors_and_exit():
         try:
             app()
         finally:
@@ -52,7 +52,7 @@ def faults(
     sums = totals(results)
     record = {"faults": [asdict(judgment) for judgment in results], "totals": sums}
     passed = all(judgment.passed for judgment in results)
-    write_answer(context, as_json, record, lambda: _render(results, sums), passed=passed)
+    write_command_result(context, as_json, record, lambda: _render(results, sums), passed=passed)
 
 
 def _render(results: "Sequence[FaultResult]", sums: Mapping[str, int]) -> None:

@@ -285,7 +285,7 @@ def first_passes(count: int) -> Arm:
             spoiled = output.losses * torch.nan if passes[0] <= count else output.losses
             return LossOutput(spoiled, output.timesteps) if torch.is_grad_enabled() else output
 
-        stage.wrap(stage.run.watcher, "watch_forward", forward)
+        stage.wrap(stage.run.watcher, "record_forward_outputs", forward)
         stage.checkpoint.after.append(after)
 
     return arm

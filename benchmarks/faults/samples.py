@@ -93,8 +93,8 @@ def _draw(name: str, value: float, stream: str, need: str) -> Fault:
             return noise
 
         for module_name, module in list(sys.modules.items()):  # each family imports the function by name
-            if module_name.startswith("dit_lora.families.") and hasattr(module, "normal"):
-                stage.wrap(module, "normal", draw_normal)
+            if module_name.startswith("dit_lora.families.") and hasattr(module, "draw_normal_noise"):
+                stage.wrap(module, "draw_normal_noise", draw_normal)
 
     return Fault(name, stream, "step 3", _THIS_DRAW, arm, needs=(need,))
 

@@ -36,9 +36,9 @@ from dit_lora.training.finish import finish, require_verified
 from dit_lora.training.fit import fit
 from dit_lora.training.prepare import prepare
 from dit_lora.training.run import Run
-from dit_lora.training.session.launch import Sharding
+from dit_lora.training.session.launch import FsdpSettings
 from dit_lora.training.session.session import Session, hide_progress_bars, require_free_folder
-from dit_lora.training.tasks.registry import task_of
+from dit_lora.training.tasks.registry import get_task_of_family
 
 STEPS = 6
 TARGET = "02"  # the clip that faults of one sample are in: its file name begins so
@@ -151,7 +151,7 @@ class Stage:
                 pending.pop()()
             return inner(number)
 
-        self.wrap(self.run.watcher, "watch_forward", forward)
+        self.wrap(self.run.watcher, "record_forward_outputs", forward)
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         """Call `wrapper(original, ...)` in place of a function or method until the run is over."""
@@ -318,13 +318,13 @@ def prepared_run(recipe: Recipe, accelerator: Accelerator, checkpoint: Any, engi
     family = get_family(recipe.model.family)
     precision = choose_precision(recipe.model.dtype, accelerator.device)
     several = accelerator.num_processes > 1
-    sharding = Sharding() if several and engine == "fsdp2" else None
+    sharding = FsdpSettings() if several and engine == "fsdp2" else None
     zero = 2 if several and engine == "zero2" else None
     session = Session(recipe, accelerator, precision, sharding=sharding, zero_stage=zero)
     require_free_folder(session)
     session.lock.release()  # the runs of this process come one after another
     resume_from = find_checkpoint(recipe.train.resume, session.dir)
-    task = task_of(recipe.model.family)
+    task = get_task_of_family(recipe.model.family)
     data = task.prepare_data(session, checkpoint)
     transformer, groups, _ = task.load_trainable(recipe, family, checkpoint, precision.dtype)
     # Counting activations is a third of a tiny run; checkpointing is none as it was loaded.

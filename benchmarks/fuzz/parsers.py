@@ -19,14 +19,14 @@ from dit_lora.adapters.lora_file import read_lora
 from dit_lora.adapters.patterns import read_peft_config
 from dit_lora.config.data import DataConfig
 from dit_lora.config.load import load_recipe
-from dit_lora.config.records import Facts, read_typed_json
+from dit_lora.config.records import RunFacts, read_typed_json
 from dit_lora.data.cache.cache import TensorCache, encode_entry, make_entry_key
 from dit_lora.data.cache.maintenance import verify_cache
 from dit_lora.data.chat.annotations import read_conversations
 from dit_lora.data.loading.quarantine import Quarantine, QuarantineRecord
 from dit_lora.data.sources.scan import scan_sources
 from dit_lora.environment.pretrained import load_pretrained
-from dit_lora.guard.repro_bundle import read_bundle, write_bundle
+from dit_lora.guard.repro_bundle import read_replay_bundle, write_replay_bundle
 from dit_lora.report.guard_page import write_guard_report
 from dit_lora.report.run.page import write_report
 from dit_lora.training.checkpoints.files import (
@@ -147,7 +147,7 @@ def _write_bundle(folder: Path) -> None:
         "transformer_digest": "00",
     }
     tensors = {"x": torch.ones(2)}
-    write_bundle(folder, facts, tensors, tensors, limit_mib=1)
+    write_replay_bundle(folder, facts, tensors, tensors, limit_mib=1)
 
 
 def _write_run(folder: Path) -> None:
@@ -342,12 +342,12 @@ PARSERS: Mapping[str, Parser] = {
     "checkpoint": Parser(_write_checkpoint, _checkpoint),
     "bundle": Parser(
         _write_bundle,
-        read_bundle,
+        read_replay_bundle,
         required=("event", "replay", "packages", "switched_off", "start_peak"),
     ),
     "facts": Parser(
         _write_facts,
-        lambda f: read_typed_json(f / "facts.json", Facts),
+        lambda f: read_typed_json(f / "facts.json", RunFacts),
         required=("class", "module", "dtype", "arguments", "seed", "output", "in_fp32"),
     ),
     "run": Parser(_write_run, write_report, False),

@@ -60,7 +60,7 @@ def measure_errors(gradients: Gradients, right: Gradients) -> dict[str, float]:
 def compute_gradients_in_fp32(training: TinyTraining) -> Gradients:
     """Gradients of a replay of the step in fp32, as a check of a step in bf16 makes it."""
     step = replace(training.make_replayable(), is_in_fp32=True)
-    with step.use_precision(), preserve_gradients(training.model):
+    with step.use_replay_precision(), preserve_gradients(training.model):
         step.compute_gradients()
         return training.copy_gradients()
 

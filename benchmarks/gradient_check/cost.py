@@ -19,7 +19,7 @@ from benchmarks.gradient_check.__main__ import check_step
 from benchmarks.gradient_check.tiny_training import TinyTraining
 from dit_lora.guard.gradient_check.check import check_gradient
 from dit_lora.numerics.precision import DTYPES
-from dit_lora.training.check_budget import count_paying_steps
+from dit_lora.training.check_budget import count_steps_to_cover_check
 from dit_lora.training.execution.fake_step import AllocationTracker, count_tensor_bytes
 
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 began = time.process_time()
                 num_evaluations += check_step(training).num_evaluations
                 check_s += time.process_time() - began
-            interval = count_paying_steps(num_evaluations // arguments.checks)
+            interval = count_steps_to_cover_check(num_evaluations // arguments.checks)
             share = check_s / (interval * step_s)
             ratio = measure_extra_memory(training.dtype, arguments.weights)
             cells = (

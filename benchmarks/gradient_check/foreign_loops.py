@@ -29,7 +29,7 @@ from torch import nn
 from benchmarks.gradient_check.stored_rows import StoredRows
 from dit_lora.config.recovery_settings import LoopConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.guard.attach.accelerator_adapter import Host
+from dit_lora.guard.attach.accelerator_adapter import LoopProcessContext
 from dit_lora.guard.attach.calls.gradient_check import EVENT_KIND
 from dit_lora.guard.attach.run_script import run_script
 
@@ -123,12 +123,12 @@ def run_loop(name: str, fault: str) -> dict[str, Any]:
     planted = PlantedFault(fault)
     lines: list[str] = []
 
-    def log(_host: Host, line: str) -> None:
+    def log(_host: LoopProcessContext, line: str) -> None:
         lines.append(line)
         # From now on: the same code was healthy before.
         planted.is_on |= fault != _HEALTHY and "the gradient agrees" in line
 
-    Host.log = log  # type: ignore[method-assign]
+    LoopProcessContext.log = log  # type: ignore[method-assign]
     config = LoopConfig(gradient_every=2, snapshot_every=0, bundles=0)
     error = ""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), planted.install():

@@ -122,7 +122,7 @@ def make_row(report: GradientReport) -> dict[str, Any]:
         estimate = comparison.estimate
         if estimate is None or not estimate.projection:
             continue
-        figures = (estimate.difference, estimate.measurement_bound, estimate.gradient_error, estimate.scale)
+        figures = (estimate.slope_difference, estimate.measurement_bound, estimate.gradient_error, estimate.scale)
         row["directions"].append([comparison.direction, comparison.result, *figures])
     if report.result == "differs":
         row["message"] = report.message

@@ -13,7 +13,7 @@ from dit_lora.config.lora import AdapterKind
 from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint, Tensors
-from dit_lora.files import stage_folder
+from dit_lora.files import write_folder_atomically
 from dit_lora.guard.gradient_check.cause import ReplayableStep
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.autocasts import restore_autocasts
@@ -77,7 +77,7 @@ class TinyTraining:
         variant = family.tiny_variants[0]
         path = folder / variant
         if not path.exists():
-            with stage_folder(path) as staged:
+            with write_folder_atomically(path) as staged:
                 family.build_tiny_checkpoint(variant, staged, 0)
         checkpoint = family.open(ModelConfig(family=family_name, path=str(path)))
         torch.manual_seed(seed)

@@ -19,9 +19,9 @@ def import_guard() -> Any:
 def run_guarded(script: str, arguments: Sequence[str]) -> None:
     """Run a script as `dit-lora guard SCRIPT ARGUMENTS` does."""
     from dit_lora.config.recovery_settings import LoopConfig
-    from dit_lora.errors import reported_errors
+    from dit_lora.errors import report_errors_and_exit
 
-    with reported_errors():
+    with report_errors_and_exit():
         import_guard().run_script(script, arguments, config=LoopConfig(), folder=Path(FOLDER))
 
 

@@ -23,7 +23,7 @@ from benchmarks.world.checkpoint import write_fp16, write_untrained
 from benchmarks.world.quality import compare, draw_scenes, open_pipeline, sample_clips
 from benchmarks.world.vae import train_vae
 from dit_lora.data.synthetic.scenes import KNOWN_SHAPES, draw_scene, write_scenes
-from dit_lora.files import stage_folder
+from dit_lora.files import write_folder_atomically
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [
@@ -50,11 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not (work / "clips" / "metadata.jsonl").exists():
         generator = torch.Generator().manual_seed(11)
         scenes = [draw_scene(generator, KNOWN_SHAPES) for _ in range(args.clips)]
-        with stage_folder(work / "clips", replace=True) as staged:
+        with write_folder_atomically(work / "clips", replace=True) as staged:
             write_scenes(staged, scenes, generator)
     if not (work / "untrained" / "model_index.json").exists():
         vae = train_vae(work / "vae", args.vae_steps, args.decoder_steps, args.vae_clips)
-        with stage_folder(work / "untrained", replace=True) as staged:
+        with write_folder_atomically(work / "untrained", replace=True) as staged:
             write_untrained(staged, vae)
     recipe = work / "base.yaml"
     recipe.write_text(yaml.safe_dump(build_recipe(work, args.steps), sort_keys=False), encoding="utf-8")

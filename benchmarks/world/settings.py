@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.world.quality import GUIDANCE, compare, draw_scenes, open_pipeline, sample_clips
 from dit_lora.config.load import load_recipe
-from dit_lora.data.synthetic.scenes import KNOWN_SHAPES, NEW_SHAPE, draw_scene, spread_scenes, write_scenes
+from dit_lora.data.synthetic.scenes import KNOWN_SHAPES, NEW_SHAPE, draw_scene, list_balanced_scenes, write_scenes
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "demo" / "moon.yaml"
@@ -93,7 +93,7 @@ def write_clips(
     generator = torch.Generator().manual_seed(seed)
     folders = work / f"{NEW_SHAPE}s_{seed}", work / f"known_{seed}"
     known_scenes = [draw_scene(generator, KNOWN_SHAPES) for _ in range(known_clips)]
-    for folder, scenes in zip(folders, (spread_scenes(NEW_SHAPE, new_clips), known_scenes), strict=True):
+    for folder, scenes in zip(folders, (list_balanced_scenes(NEW_SHAPE, new_clips), known_scenes), strict=True):
         if not (folder / "metadata.jsonl").exists():
             folder.mkdir(exist_ok=True)
             write_scenes(folder, scenes, generator)

@@ -65,11 +65,11 @@ def attach_lora(
     # Check everything before PEFT changes the model.
     targets = list(lora.targets or default_targets)
     linear, layers = _find_linear_layers(model), find_adaptable_layers(model)
-    _require_matches(type(model).__name__, targets, linear, _find_convolutions(model))
+    _require_matching_layers(type(model).__name__, targets, linear, _find_convolutions(model))
     # PEFT has no option for submodules: one regular expression says the same.
-    pattern = _build_pattern(targets, submodules, layers) if submodules else None
-    adapted = match_names(layers, pattern or targets)
-    require_untied(model, adapted)
+    pattern = _build_target_pattern(targets, submodules, layers) if submodules else None
+    adapted = match_target_names(layers, pattern or targets)
+    require_untied_layers(model, adapted)
     require_adaptable(model, adapted, lora)
     return add_adapter(model, create_peft_config(lora, pattern or targets), seed=seed)
 
@@ -148,7 +148,7 @@ def find_tied_layers(model: nn.Module, names: Iterable[str]) -> list[str]:
     return [name for name in names if uses[id(model.get_submodule(name).weight)] > 1]
 
 
-def require_untied(model: nn.Module, names: Iterable[str]) -> None:
+def require_untied_layers(model: nn.Module, names: Iterable[str]) -> None:
     tied = find_tied_layers(model, names)
     if tied:
         # PEFT would adapt only one use of the weight, and a merged checkpoint could not represent that.
@@ -159,7 +159,7 @@ def require_untied(model: nn.Module, names: Iterable[str]) -> None:
         raise DitLoraError(format_list(message, tied))
 
 
-def match_names(names: Sequence[str], targets: str | Sequence[str]) -> list[str]:
+def match_target_names(names: Sequence[str], targets: str | Sequence[str]) -> list[str]:
     """Layer names that match PEFT's targets: a regular expression for the whole name, or a list of name endings."""
     if isinstance(targets, str):
         return [name for name in names if re.fullmatch(targets, name)]
@@ -167,7 +167,7 @@ def match_names(names: Sequence[str], targets: str | Sequence[str]) -> list[str]
     return [name for name in names if any(f".{name}".endswith(f".{end}") for end in targets)]
 
 
-def _build_pattern(targets: Sequence[str], submodules: Sequence[str], names: Sequence[str]) -> str:
+def _build_target_pattern(targets: Sequence[str], submodules: Sequence[str], names: Sequence[str]) -> str:
     """One regular expression for all targets. A target that matches layers inside `submodules` matches only those; any
     other target matches everywhere.
     """
@@ -176,7 +176,7 @@ def _build_pattern(targets: Sequence[str], submodules: Sequence[str], names: Seq
     if not inside:
         message = "these submodules, which LoRA is limited to, have no linear layer"
         raise DitLoraError(format_list(message, submodules))
-    inside_targets = [target for target in targets if match_names(inside, [target])]
+    inside_targets = [target for target in targets if match_target_names(inside, [target])]
     other_targets = [target for target in targets if target not in inside_targets]
     parts = []
     if inside_targets:
@@ -192,9 +192,9 @@ def _join_alternatives(names: Sequence[str]) -> str:
     return "|".join(re.escape(name) for name in names)
 
 
-def _require_matches(model: str, targets: list[str], linear: list[str], convolutions: list[str]) -> None:
+def _require_matching_layers(model: str, targets: list[str], linear: list[str], convolutions: list[str]) -> None:
     names = (*linear, *convolutions)
-    unmatched = [target for target in targets if not match_names(names, [target])]
+    unmatched = [target for target in targets if not match_target_names(names, [target])]
     if unmatched:
         suffixes = [f"{suffix} ({count})" for suffix, count in _count_suffixes(linear).items()]
         suffixes += [f"{suffix} ({count}, convolutions)" for suffix, count in _count_suffixes(convolutions).items()]

@@ -15,8 +15,8 @@ from dit_lora.adapters.attach import (
     AttachReport,
     add_adapter,
     find_adaptable_layers,
-    match_names,
-    require_untied,
+    match_target_names,
+    require_untied_layers,
 )
 from dit_lora.adapters.lora_file import LoraFile, StoredLayer
 from dit_lora.config.recipe import LoraConfig
@@ -31,8 +31,8 @@ def attach_lora_file(
     Raises `DitLoraError` if `lora` has a rank, alpha or targets that differ from the file's, and for layers that share
     their weight with another module.
     """
-    require_consistent(model, lora_file, lora)
-    require_untied(model, lora_file.layers)
+    require_recipe_matches_lora(model, lora_file, lora)
+    require_untied_layers(model, lora_file.layers)
     # A short target such as `to_q` is preferred to the names of all layers; the first that is exact is used.
     hints = [(lora_file.config or {}).get("target_modules"), lora.targets, tuple(default_targets)]
     targets = build_exact_targets(list(lora_file.layers), find_adaptable_layers(model), hints)
@@ -42,7 +42,7 @@ def attach_lora_file(
     return report
 
 
-def require_consistent(model: nn.Module, lora_file: LoraFile, lora: LoraConfig) -> None:
+def require_recipe_matches_lora(model: nn.Module, lora_file: LoraFile, lora: LoraConfig) -> None:
     """Raise `DitLoraError` if a recipe gives a rank, alpha or targets that differ from those of its LoRA file."""
     where = f"{lora_file.file.name}; remove it or set it to null, because rank, alpha and targets come from the file"
     for name, option, stored_values in (
@@ -56,7 +56,7 @@ def require_consistent(model: nn.Module, lora_file: LoraFile, lora: LoraConfig) 
     if lora.targets is None:
         return
     # The layers that the recipe would adapt without a file.
-    targeted = set(match_names(find_adaptable_layers(model), lora.targets))
+    targeted = set(match_target_names(find_adaptable_layers(model), lora.targets))
     differing = [f"{name}: not in the file" for name in sorted(targeted - lora_file.layers.keys())]
     differing += [f"{name}: not in lora.targets" for name in lora_file.layers if name not in targeted]
     if differing:
@@ -105,10 +105,10 @@ def build_exact_targets(
         if not hint:
             continue
         targets = hint if isinstance(hint, str) else sorted(hint)
-        if set(match_names(all_layers, targets)) == set(layers):
+        if set(match_target_names(all_layers, targets)) == set(layers):
             return targets
     # Each name must not also be the end of another layer's name.
-    if set(match_names(all_layers, layers)) == set(layers):
+    if set(match_target_names(all_layers, layers)) == set(layers):
         return list(layers)
     # A string is matched against whole names, so the expression is exact.
     return "|".join(re.escape(name) for name in layers)

@@ -20,12 +20,12 @@ class WeightChange:
     layer: Any
     adapter: str
 
-    def apply_to(self, weight: Tensor) -> Tensor:
+    def apply_to_weight(self, weight: Tensor) -> Tensor:
         """Merge the adapter of one layer into `weight`, as `merge_into_weight` does, and return the result."""
         return merge_into_weight(self.layer, self.adapter, weight)
 
     @property
-    def is_added(self) -> bool:
+    def is_additive_change(self) -> bool:
         """True if an adapter adds to its layer's weight; False if it scales or rotates the weight (DoRA, OFT)."""
         if isinstance(self.layer, LoraLayer):
             return self.adapter not in self.layer.lora_variant

@@ -18,12 +18,12 @@ from dit_lora.adapters.groups import get_base_parameters
 from dit_lora.adapters.kinds import DROPOUT_OPTIONS
 from dit_lora.adapters.lora_mixins import get_lora_pipeline_class
 from dit_lora.adapters.own_files import copy_checkpoint_files
-from dit_lora.adapters.start import build_saved_config, build_saved_state
+from dit_lora.adapters.start import build_adapter_state_for_saving, build_config_for_saving
 from dit_lora.config.records import RunMetadata, parse_typed_json
 from dit_lora.environment.pipeline_index import copy_index
 from dit_lora.environment.safetensors_files import read_metadata, read_tensors, write_tensors
 from dit_lora.errors import CheckFailedError, format_list
-from dit_lora.files import set_shared_permissions, stage_folder, write_json
+from dit_lora.files import set_shared_permissions, write_folder_atomically, write_json
 from dit_lora.numerics.adapter_tensors import is_zero_initialized
 from dit_lora.numerics.dtensors import get_original_class
 
@@ -60,7 +60,7 @@ def save_adapter(
     """
     # PEFT's names without the adapter's name, from `weights` if given.
     trained = peft.get_peft_model_state_dict(transformer, weights, adapter_name=ADAPTER_NAME)
-    lora = build_saved_state(transformer, trained)
+    lora = build_adapter_state_for_saving(transformer, trained)
     base = get_base_weights(transformer, weights)
     require_valid_tensors(lora, base)
     output_folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def save_adapter(
     # JSON has no sets. They are sorted, because equal adapters must give equal files.
     config = {
         key: sorted(value) if isinstance(value, set) else value
-        for key, value in build_saved_config(transformer, ADAPTER_NAME).to_dict().items()
+        for key, value in build_config_for_saving(transformer, ADAPTER_NAME).to_dict().items()
     }
     # Diffusers leaves a loaded adapter in training mode, so its dropout would act on every sample.
     config |= {key: 0.0 for key in DROPOUT_OPTIONS if key in config}
@@ -134,7 +134,7 @@ def save_pipeline(
         holder.load_state_dict({**weights, **tables}, assign=True)
         transformer = holder
     require_valid_tensors({}, dict(transformer.named_parameters()))
-    with stage_folder(output_folder, replace=True) as staged:
+    with write_folder_atomically(output_folder, replace=True) as staged:
         # Every component but the trained one, which is written below.
         copy_checkpoint_files(base, staged, lambda name: not name.startswith(f"{part}/"))
         transformer.save_pretrained(staged / part, safe_serialization=True)

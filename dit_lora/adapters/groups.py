@@ -135,13 +135,13 @@ def _assign_to_groups(
         elif is_adapter_tensor(name):
             group = "adapter"
         else:
-            group = _find_base_group(name, parameter, configs, patterns) or ""
+            group = _find_group_of_base_weight(name, parameter, configs, patterns) or ""
         if group in members:
             members[group].append(name)
     return members
 
 
-def _find_base_group(
+def _find_group_of_base_weight(
     name: str, parameter: nn.Parameter, configs: Mapping[str, GroupConfig], patterns: GroupPatterns
 ) -> str | None:
     # A quantized weight cannot be trained.

@@ -10,7 +10,7 @@ from peft.tuners.lora import LoraLayer
 from peft.utils.other import get_pattern_key
 from torch import nn
 
-from dit_lora.adapters.patterns import find_unbounded_reason
+from dit_lora.adapters.patterns import find_unbounded_regex_reason
 from dit_lora.config.lora import ADAPTER_KIND_NAMES, AdapterKind, LoraConfig
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.numerics.quantized_linear import QuantizedLinear
@@ -101,7 +101,7 @@ def require_adaptable(model: nn.Module, layers: Sequence[str], lora: LoraConfig)
     unused = []
     for option in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(lora, option):
-            reason = find_unbounded_reason(pattern)
+            reason = find_unbounded_regex_reason(pattern)
             if reason:  # the saved adapter's config would be refused when it is read
                 raise DitLoraError(f"{pattern!r} {reason}")
             # PEFT returns the name itself if no pattern matches; but a pattern may be equal to the name.

@@ -24,14 +24,14 @@ class LayerNames:
     unsupported_reason: str = ""
     """The reason why the program cannot load LoRAs of this model; empty if it can."""
 
-    def translate(self, name: str) -> str | None:
+    def translate_layer_name(self, name: str) -> str | None:
         """Translate Diffusers' name of a layer to another program's name; None if that program has no such layer.
 
         A layer that the program joins with others has no name either.
         """
         if self.unsupported_reason or any(fnmatchcase(name, pattern) for pattern in self.unnamed_layers):
             return None
-        if self.translate_joined(name) is not None:
+        if self.translate_joined_layer_name(name) is not None:
             return None
         if not self.renames or name in self.renames:
             return f"{self.prefix}{self.renames.get(name, name)}"
@@ -41,7 +41,7 @@ class LayerNames:
             return None
         return f"{self.prefix}{self.renames[pattern].replace('*', number)}"
 
-    def translate_joined(self, name: str) -> tuple[str, tuple[str, ...]] | None:
+    def translate_joined_layer_name(self, name: str) -> tuple[str, tuple[str, ...]] | None:
         """The program's name of the joined layer with this one, and all of Diffusers' layers in it, or None."""
         pattern, number = split_block_number(name)
         for joined, parts in self.joined_layers.items():
@@ -65,17 +65,17 @@ def get_kohya_name(name: str) -> str:
     return f"lora_unet__{name.replace('.', '_')}"
 
 
-def iterate_spellings(name: str, comfyui: LayerNames) -> Iterator[str]:
+def iterate_layer_spellings(name: str, comfyui: LayerNames) -> Iterator[str]:
     """Yield all names that LoRA files use for a layer: those of Diffusers, PEFT, ComfyUI, kohya and LyCORIS.
 
     Trainers of the published model write ComfyUI's names, which are those of that model; trainers of the Diffusers
     model write Diffusers'. kohya's layout has either with underscores.
     """
-    comfyui_name = comfyui.translate(name)
+    comfyui_name = comfyui.translate_layer_name(name)
     unprefixed_name = name if comfyui_name is None else comfyui_name.removeprefix(comfyui.prefix)
     # Without duplicates: for many models both names are the same.
     for base_name in dict.fromkeys((name, unprefixed_name)):
-        yield from iterate_file_spellings(base_name)
+        yield from iterate_prefixed_names(base_name)
     if comfyui_name is not None:
         yield comfyui_name
 
@@ -85,7 +85,7 @@ _DOTTED_PREFIXES = ("", "transformer.", "diffusion_model.", "model.diffusion_mod
 _JOINED_PREFIXES = ("lora_unet_", "lora_unet__", "lora_transformer_", "lycoris_")
 
 
-def iterate_file_spellings(name: str) -> Iterator[str]:
+def iterate_prefixed_names(name: str) -> Iterator[str]:
     """Yield a layer's name with each prefix that LoRA files use, with dots and with underscores."""
     yield from (f"{prefix}{name}" for prefix in _DOTTED_PREFIXES)
     yield from (f"{prefix}{name.replace('.', '_')}" for prefix in _JOINED_PREFIXES)
@@ -99,7 +99,7 @@ def map_spellings_to_layers(names: Iterator[str] | list[str], comfyui: LayerName
     layers: dict[str, str] = {}
     ambiguous = set()
     for name in names:
-        for spelling in set(iterate_spellings(name, comfyui)):
+        for spelling in set(iterate_layer_spellings(name, comfyui)):
             # A spelling of two layers cannot be resolved.
             if layers.setdefault(spelling, name) != name:
                 ambiguous.add(spelling)

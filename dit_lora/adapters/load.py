@@ -74,9 +74,9 @@ def load_adapter(
     # Files that the pipeline's loader would convert are read layer by layer: converters may drop tensors.
     is_stock_form = has_known_layers and not is_converted_lora(target.file, state)
     if not is_in_peft_format(target.file) and not is_stock_form and not _has_only_base_weights(target.file):
-        _attach_layers(target, comfyui)
+        _attach_lora_file_layers(target, comfyui)
     else:
-        _require_layers(target, state)
+        _require_existing_layers(target, state)
         try:
             _run_pipeline_loader(target)
         except _LOADER_ERRORS as error:
@@ -84,14 +84,14 @@ def load_adapter(
             reason = str(error).strip().partition("\n")[0]
             name = type(target.model).__name__
             raise DitLoraError(f"{target.file} does not load into {name}: {reason}") from error
-    _set_labels(pipeline, target.file)
+    _set_class_labels(pipeline, target.file)
 
 
 def load_with_pipeline_loader(pipeline: Any, adapter: Path) -> None:
     """Load an adapter and its base weights with the pipeline's own loader, which may silently ignore it."""
     target = _find_adapter_and_model(pipeline, adapter)
     _run_pipeline_loader(target)
-    _set_labels(pipeline, target.file)
+    _set_class_labels(pipeline, target.file)
 
 
 def is_in_peft_format(file: Path) -> bool:
@@ -131,7 +131,7 @@ def find_missing_names(pipeline_class: Any, file: Path) -> list[str]:
         try:
             convert(dict(tensors))
         except KeyError as error:
-            name = _restore_prefix(str(error.args[0]), names)
+            name = _complete_tensor_name(str(error.args[0]), names)
             if name in tensors:
                 return []
             missing.append(name)
@@ -143,7 +143,7 @@ def find_missing_names(pipeline_class: Any, file: Path) -> list[str]:
             return missing
 
 
-def _restore_prefix(requested_name: str, names: list[str]) -> str:
+def _complete_tensor_name(requested_name: str, names: list[str]) -> str:
     """Complete a tensor name that Diffusers' converter did not find.
 
     The converter had removed a prefix from the file's names, which is added again.
@@ -220,7 +220,7 @@ def _has_only_base_weights(file: Path) -> bool:
     return file.with_name(BASE_FILE).is_file() and not read_header(file).tensors
 
 
-def _require_layers(target: _LoadTarget, state: Mapping[str, torch.Tensor]) -> None:
+def _require_existing_layers(target: _LoadTarget, state: Mapping[str, torch.Tensor]) -> None:
     """Raise `DitLoraError` that lists all layers the model lacks. Diffusers would warn and load the others."""
     modules = dict(target.model.named_modules())
     # Names of layers without duplicates, in the file's order.
@@ -236,7 +236,7 @@ def _require_layers(target: _LoadTarget, state: Mapping[str, torch.Tensor]) -> N
         raise DitLoraError(format_list(text, unknown))
 
 
-def _attach_layers(target: _LoadTarget, comfyui: LayerNames) -> None:
+def _attach_lora_file_layers(target: _LoadTarget, comfyui: LayerNames) -> None:
     """Attach the layers that `read_lora` finds in a file, with the file's alphas."""
     layers = read_lora(target.file, target.model, comfyui, type(target.pipeline)).layers
     # Names as in PEFT's state dicts, for a loader that expects no prefix.
@@ -249,7 +249,7 @@ def _attach_layers(target: _LoadTarget, comfyui: LayerNames) -> None:
     target.model.load_lora_adapter(state, prefix=None, metadata=config, adapter_name=target.name)
 
 
-def _set_labels(pipeline: Any, file: Path) -> None:
+def _set_class_labels(pipeline: Any, file: Path) -> None:
     # Class names by row of the class table.
     labels = (read_run_metadata(file).get("index") or {}).get("id2label", {})
     # DiTPipeline splits names at commas, too: a class may have several names.

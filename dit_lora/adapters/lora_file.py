@@ -22,8 +22,8 @@ from torch import nn
 
 from dit_lora.adapters.layer_names import LayerNames, map_spellings_to_layers
 from dit_lora.adapters.lora_mixins import get_lora_pipeline_class
-from dit_lora.adapters.patterns import read_peft_config, require_bounded_patterns
-from dit_lora.adapters.published_names import map_published_spellings, split_rows
+from dit_lora.adapters.patterns import read_peft_config, require_bounded_regex_patterns
+from dit_lora.adapters.published_names import map_published_spellings, split_joined_lora_b
 from dit_lora.config.lora import WEIGHT_INITS
 from dit_lora.config.records import AdapterConfig, CheckpointState, parse_typed_json, read_typed_json, validate_value
 from dit_lora.environment.safetensors_files import read_metadata, read_tensors
@@ -85,7 +85,7 @@ def read_lora(file: Path, model: nn.Module, comfyui: LayerNames, pipeline_class:
     in_peft_format = file.name == SAFETENSORS_WEIGHTS_NAME and config_file.is_file()
     config = read_peft_config(config_file) if in_peft_format else parse_header_config(header, file)
     checkpoint_config = _read_checkpoint_config(file)
-    require_bounded_patterns(checkpoint_config, file.with_name(STATE_FILE))
+    require_bounded_regex_patterns(checkpoint_config, file.with_name(STATE_FILE))
     # Tensors by layer, with the model's names.
     sorted_out = _sort_by_layer(file, tensors, model, comfyui, pipeline_class)
     factors_by_layer = sorted_out.factors_by_layer
@@ -137,7 +137,7 @@ def parse_header_config(header: Mapping[str, str], file: Path) -> dict[str, Any]
     prefix = "transformer."
     config = {k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)}
     config = dict(validate_value(config, AdapterConfig, description))
-    require_bounded_patterns(config, file)
+    require_bounded_regex_patterns(config, file)
     return config or None
 
 
@@ -187,14 +187,14 @@ class _SortedTensors:
     """Names from the file, by the reason for refusing them."""
     mismatches: list[str] = field(default_factory=list)
 
-    def refuse(self, reason: str, name: str) -> None:
+    def add_tensor_problem(self, reason: str, name: str) -> None:
         self.problems.setdefault(reason, []).append(name)
 
-    def refuse_unknown(self, name: str) -> None:
+    def add_unknown_name_problem(self, name: str) -> None:
         if _TEXT_ENCODER_NAME.match(name):
-            self.refuse(_TEXT_ENCODER, name)
+            self.add_tensor_problem(_TEXT_ENCODER, name)
         else:
-            self.refuse(_UNKNOWN, f"{name}: not in the model")
+            self.add_tensor_problem(_UNKNOWN, f"{name}: not in the model")
 
 
 _TEXT_ENCODER, _UNKNOWN = "of a text encoder", "not in the model"
@@ -226,7 +226,7 @@ def _sort_by_layer(
 ) -> _SortedTensors:
     """Sort A, B and alpha of a LoRA file by layer. Raises `DitLoraError` that lists all other tensors."""
     # First without conversion: names of Diffusers, PEFT, ComfyUI, kohya and the published model.
-    spelled = _ModelNames.of_model(model, comfyui)
+    spelled = _LayerNameLookup.from_model(model, comfyui)
     sorted_out = _sort_tensors(tensors, spelled)
     if _UNKNOWN in sorted_out.problems and pipeline_class is not None:
         # The file may have a form that only the pipeline's own loader knows.
@@ -246,7 +246,7 @@ def _sort_by_layer(
 
 
 @dataclass(frozen=True)
-class _ModelNames:
+class _LayerNameLookup:
     """Layer names that LoRA files may use for one model, mapped to the model's own layers."""
 
     model: nn.Module
@@ -254,36 +254,36 @@ class _ModelNames:
     published_layers: Mapping[str, list[str]]
 
     @classmethod
-    def of_model(cls, model: nn.Module, comfyui: LayerNames) -> "_ModelNames":
+    def from_model(cls, model: nn.Module, comfyui: LayerNames) -> "_LayerNameLookup":
         names = [name for name, _ in model.named_modules() if name]
         published = map_published_spellings(model, names)
         return cls(model, map_spellings_to_layers(names, comfyui), published)
 
 
-def _sort_tensors(tensors: Tensors, model_names: _ModelNames) -> _SortedTensors:
+def _sort_tensors(tensors: Tensors, model_names: _LayerNameLookup) -> _SortedTensors:
     sorted_out, seen_layers = _SortedTensors(), set[str]()
     for name, factors in _group_by_layer_name(tensors, sorted_out).items():
         layers = [model_names.layers[name]] if name in model_names.layers else model_names.published_layers.get(name)
         # Alpha is optional.
         missing_parts = [f"no lora_{part}" for part in "AB" if part not in factors]
         if layers is None:
-            sorted_out.refuse_unknown(name)
+            sorted_out.add_unknown_name_problem(name)
         elif repeated_layers := [layer for layer in layers if layer in seen_layers]:
-            sorted_out.refuse(_DUPLICATE, f"{name}: a second one of {', '.join(repeated_layers)}")
+            sorted_out.add_tensor_problem(_DUPLICATE, f"{name}: a second one of {', '.join(repeated_layers)}")
         elif missing_parts:
             suffix = ", its alpha is alone" if len(missing_parts) == 2 else ""
-            sorted_out.refuse(_INCOMPLETE, f"{', '.join(layers)}: {' and '.join(missing_parts)}{suffix}")
+            sorted_out.add_tensor_problem(_INCOMPLETE, f"{', '.join(layers)}: {' and '.join(missing_parts)}{suffix}")
         elif name in model_names.layers:
             # A name of Diffusers' or ComfyUI's layer stands for one layer.
             sorted_out.factors_by_layer[layers[0]] = factors
         else:
-            _add_published(sorted_out, model_names.model, name, layers, factors)
+            _add_joined_layer_lora(sorted_out, model_names.model, name, layers, factors)
         # A layer may occur in one spelling only.
         seen_layers.update(layers or ())
     return sorted_out
 
 
-def _add_published(
+def _add_joined_layer_lora(
     sorted_tensors: _SortedTensors, model: nn.Module, name: str, layers: list[str], factors: Factors
 ) -> None:
     """Add the LoRA of a layer that the published model fuses and Diffusers splits.
@@ -298,7 +298,7 @@ def _add_published(
         message = f"made for {len(factors['B'])} outputs, the model's {', '.join(layers)} have {sum(rows)}"
         sorted_tensors.mismatches.append(f"{name}.lora_B.weight: {message}")
         return
-    parts = split_rows(model, layers, factors["B"], rows)
+    parts = split_joined_lora_b(model, layers, factors["B"], rows)
     for layer, b in zip(layers, parts, strict=True):
         sorted_tensors.factors_by_layer[layer] = {**factors, "B": b}
 
@@ -318,10 +318,10 @@ def _group_by_layer_name(tensors: Tensors, sorted_tensors: _SortedTensors) -> Fa
             is_text = _TEXT_ENCODER_NAME.match(key)
             kind = next((label for form, label in _OTHER_TENSORS if form.search(key)), "")
             description = f"{key}: {kind}" if kind else key
-            sorted_tensors.refuse(*((_TEXT_ENCODER, key) if is_text else (_NOT_LORA, description)))
+            sorted_tensors.add_tensor_problem(*((_TEXT_ENCODER, key) if is_text else (_NOT_LORA, description)))
             continue
         if part in groups[name]:
-            sorted_tensors.refuse(_DUPLICATE, f"{key}: a second lora_{part} of {name}")
+            sorted_tensors.add_tensor_problem(_DUPLICATE, f"{key}: a second lora_{part} of {name}")
         groups[name][part] = tensor
     return groups
 
@@ -333,7 +333,7 @@ def _convert_with_pipeline(file: Path, tensors: Tensors, pipeline_class: Any) ->
     conversion, and a backward pass through it finds all tensors that do not reach the result. Raises `DitLoraError`
     that lists them.
     """
-    folded = _fold_alphas(tensors)
+    folded = _fold_alpha_into_b(tensors)
     if folded is None:
         return None
     # Leaves of a graph through the conversion, which copies, splits and joins tensors.
@@ -357,7 +357,7 @@ def _convert_with_pipeline(file: Path, tensors: Tensors, pipeline_class: Any) ->
     return {name: tensor.detach() for name, tensor in state.items()}
 
 
-def _fold_alphas(tensors: Tensors) -> dict[str, torch.Tensor] | None:
+def _fold_alpha_into_b(tensors: Tensors) -> dict[str, torch.Tensor] | None:
     """Multiply alpha / rank into each B of a LoRA.
 
     None if a tensor is not part of a LoRA or an alpha has no matrices.

@@ -36,7 +36,7 @@ def with_lora(pipeline: Pipeline) -> Pipeline:
 def add_adapter_methods(model: nn.Module) -> nn.Module:
     """Give a model the method `add_adapter`, in place, and return it. Models of Transformers have it already."""
     if not isinstance(model, PeftAdapterMixin | PreTrainedModel):
-        model.__class__ = _compose_class(type(model), PeftAdapterMixin)
+        model.__class__ = _create_pipeline_subclass(type(model), PeftAdapterMixin)
     return model
 
 
@@ -47,7 +47,7 @@ def get_lora_pipeline_class(pipeline_class: type) -> Any:
     if any("save_lora_weights" in vars(base) for base in classes):
         return pipeline_class
     # This mixin of Diffusers loads into `transformer` only. A loader that the class has comes first in its MRO.
-    return _compose_class(pipeline_class, CogVideoXLoraLoaderMixin)
+    return _create_pipeline_subclass(pipeline_class, CogVideoXLoraLoaderMixin)
 
 
 def allow_quantized_layers(pipeline: Pipeline) -> Pipeline:
@@ -58,7 +58,7 @@ def allow_quantized_layers(pipeline: Pipeline) -> Pipeline:
     """
     if isinstance(pipeline, FluxLoraLoaderMixin):
         shapes = {"_calculate_module_shape": staticmethod(_get_module_shape)}
-        pipeline.__class__ = _compose_class(type(pipeline), **shapes)
+        pipeline.__class__ = _create_pipeline_subclass(type(pipeline), **shapes)
     return pipeline
 
 
@@ -73,7 +73,7 @@ def _get_module_shape(
     return FluxLoraLoaderMixin._calculate_module_shape(model, base_module=module)
 
 
-def _compose_class(base: type, *mixins: type, **members: Any) -> type:
+def _create_pipeline_subclass(base: type, *mixins: type, **members: Any) -> type:
     # save_pretrained writes the name of the class, so the new class keeps it.
     members |= {"__module__": base.__module__, "__doc__": base.__doc__}
     return type(base.__name__, (base, *mixins), members)

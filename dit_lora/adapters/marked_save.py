@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dit_lora.errors import DitLoraError
-from dit_lora.files import read_inside, write_json
+from dit_lora.files import read_file_inside_folder, write_json
 from dit_lora.parsing import parse_json
 
 _MARK_FILE = "marked.json"
@@ -14,15 +14,15 @@ _MEASURED_FILE = "best.json"
 _ADAPTER_NAMES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors", "trainable.safetensors")
 
 
-def read_marked_step(run_dir: Path) -> int | None:
+def read_best_marked_step(run_dir: Path) -> int | None:
     """The step of the marked save; None if none is marked, or the file is damaged."""
     # A run is read while it is written, and users edit files: anything else counts as no mark.
-    record = _read_record(run_dir, _MARK_FILE)
+    record = _read_best_json(run_dir, _MARK_FILE)
     step = record.get("step") if isinstance(record, dict) else None
     return step if isinstance(step, int) and not isinstance(step, bool) else None
 
 
-def mark_step(run_dir: Path, step: int | None) -> None:
+def mark_step_as_best(run_dir: Path, step: int | None) -> None:
     """Mark the save of a step as best; None removes the mark. best.json stays as it is.
 
     A marked save is not deleted by the run, and is what `export --best` takes.
@@ -51,7 +51,7 @@ def find_best_save(run_dir: Path) -> Path:
     Raises:
         DitLoraError: If the run has neither, or the save was deleted.
     """
-    step, measured = read_marked_step(run_dir), _read_record(run_dir, _MEASURED_FILE)
+    step, measured = read_best_marked_step(run_dir), _read_best_json(run_dir, _MEASURED_FILE)
     # best.json is sorted, with the lowest loss first.
     if step is None and isinstance(measured, list) and measured and isinstance(measured[0], dict):
         step = measured[0].get("step")
@@ -78,7 +78,7 @@ def _has_adapter(folder: Path) -> bool:
     )
 
 
-def _read_record(run_dir: Path, name: str) -> Any:
+def _read_best_json(run_dir: Path, name: str) -> Any:
     with suppress(OSError, ValueError):
-        return parse_json(read_inside(run_dir, run_dir / "checkpoints" / name))
+        return parse_json(read_file_inside_folder(run_dir, run_dir / "checkpoints" / name))
     return None

@@ -9,7 +9,7 @@ from typing import Any
 from dit_lora.config.records import read_typed_json
 from dit_lora.environment.pipeline_index import find_index_file
 from dit_lora.errors import DitLoraError, format_list
-from dit_lora.files import list_files, read_regular
+from dit_lora.files import list_files, read_regular_file
 from dit_lora.parsing import parse_json
 
 # The files of a component that `from_pretrained` reads: configs, safetensors and tokenizer files.
@@ -43,7 +43,7 @@ def list_checkpoint_files(folder: Path) -> list[str]:
     names = {path.relative_to(folder) for path in candidates if path.is_file()}
     # Hidden files and folders, such as .git, are not part of the checkpoint.
     visible = sorted(name for name in names if not any(part.startswith(".") for part in name.parts))
-    require_inside(folder, [*parts, *(folder / name for name in visible)])
+    require_paths_inside_checkpoint(folder, [*parts, *(folder / name for name in visible)])
     return [name.as_posix() for name in visible]
 
 
@@ -61,14 +61,14 @@ def require_valid_json(folder: Path) -> None:
     for name in list_checkpoint_files(folder):
         if name.endswith(".json"):
             try:
-                parse_json(read_regular(folder / name))
+                parse_json(read_regular_file(folder / name))
             except (DitLoraError, OSError) as error:
                 problems.append(f"{name}: {error}")
     if problems:
         raise DitLoraError(format_list(f"{folder} is damaged; download these files again", problems))
 
 
-def require_inside(folder: Path, paths: list[Path]) -> None:
+def require_paths_inside_checkpoint(folder: Path, paths: list[Path]) -> None:
     """Raise `DitLoraError` that lists all paths that are, or lead through, links to outside the folder."""
     root = folder.resolve()
     # In the Hub's cache, files are links to the blobs beside `snapshots`.

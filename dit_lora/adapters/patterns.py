@@ -27,7 +27,7 @@ _REPEAT_OPS = {"MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"}
 _PARSER: Any = re._parser  # type: ignore[attr-defined]
 
 
-def require_bounded_patterns(config: Mapping[str, Any] | None, source: object) -> None:
+def require_bounded_regex_patterns(config: Mapping[str, Any] | None, source: object) -> None:
     """Raise `DitLoraError` in one line if an expression in PEFT's config cannot be matched in bounded time.
 
     Args:
@@ -38,7 +38,7 @@ def require_bounded_patterns(config: Mapping[str, Any] | None, source: object) -
     if len(patterns) > MAX_PATTERNS:
         raise DitLoraError(f"{source}: its config has {len(patterns):,} patterns, more than {MAX_PATTERNS:,}")
     for option, pattern in patterns:
-        reason = find_unbounded_reason(pattern)
+        reason = find_unbounded_regex_reason(pattern)
         if reason:
             excerpt = pattern if len(pattern) <= _MAX_SHOWN_CHARACTERS else f"{pattern[:_MAX_SHOWN_CHARACTERS]}..."
             raise DitLoraError(f"{source}: {option} holds {excerpt!r}, which {reason}")
@@ -47,27 +47,27 @@ def require_bounded_patterns(config: Mapping[str, Any] | None, source: object) -
 def read_peft_config(file: Path) -> dict[str, Any]:
     """Read PEFT's config file; raises `DitLoraError` if an expression in it cannot be matched in bounded time."""
     config = dict(read_typed_json(file, AdapterConfig))
-    require_bounded_patterns(config, file)
+    require_bounded_regex_patterns(config, file)
     return config
 
 
-def find_unbounded_reason(pattern: str) -> str | None:
+def find_unbounded_regex_reason(pattern: str) -> str | None:
     """Why a regular expression cannot be matched in bounded time; None if it can."""
     if len(pattern) > MAX_PATTERN_CHARACTERS:
         return f"has {len(pattern):,} characters, more than {MAX_PATTERN_CHARACTERS:,}"
     try:
         # The parsed expression is a sequence of pairs: operation and argument.
-        ways = _count_ways(_PARSER.parse(pattern))
+        ways = _bound_regex_match_count(_PARSER.parse(pattern))
     except (re.error, OverflowError, RecursionError) as error:
         return f"is not a valid regular expression: {error}"
-    except _UnboundedError as error:
+    except _UnboundedRegexError as error:
         return str(error)
     if ways > MAX_WAYS:
         return "could match in too many ways; name the layers, or use at most two `.*`"
     return None
 
 
-class _UnboundedError(Exception):
+class _UnboundedRegexError(Exception):
     """Raised for a regular expression whose number of ways to match cannot be bounded."""
 
 
@@ -91,39 +91,39 @@ def _iterate_patterns(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield option, pattern
 
 
-def _count_ways(items: Iterable[tuple[Any, Any]]) -> int:
+def _bound_regex_match_count(items: Iterable[tuple[Any, Any]]) -> int:
     """Upper bound on the number of ways in which a regular expression can match: the product over its parsed items."""
     ways, looked_ahead = 1, 0
     for operation, argument in items:
         if str(operation) in ("ASSERT", "ASSERT_NOT"):
             # It is matched once for each way that leads to it, and adds none to what follows.
-            looked_ahead += ways * _count_ways(argument[1])
+            looked_ahead += ways * _bound_regex_match_count(argument[1])
         else:
-            ways *= _count_match_ways(str(operation), argument)
+            ways *= _bound_operation_match_count(str(operation), argument)
         if ways + looked_ahead > MAX_WAYS:  # before the product grows without bound
             break
     return ways + looked_ahead
 
 
-def _count_match_ways(operation: str, argument: Any) -> int:
+def _bound_operation_match_count(operation: str, argument: Any) -> int:
     if operation in _SINGLE_CHARACTER_OPS or operation == "AT":
         return 1
     # (group, flags added, flags removed, items).
     if operation == "SUBPATTERN":
-        return _count_ways(argument[-1])
+        return _bound_regex_match_count(argument[-1])
     if operation == "ATOMIC_GROUP":
-        return _count_ways(argument)
+        return _bound_regex_match_count(argument)
     if operation == "BRANCH":
         # Alternatives exclude each other in one match, so their ways are added.
-        return sum(_count_ways(branch) for branch in argument[1])
+        return sum(_bound_regex_match_count(branch) for branch in argument[1])
     if operation not in _REPEAT_OPS:
-        raise _UnboundedError("uses a back-reference or a condition; write it without")
+        raise _UnboundedRegexError("uses a back-reference or a condition; write it without")
     min_count, max_count, repeated = argument
     # An optional item: absent, or matched in one of its ways.
     if max_count <= 1:
-        return 1 + _count_ways(repeated)
+        return 1 + _bound_regex_match_count(repeated)
     parts = [str(operation) for operation, _ in repeated]
     if len(parts) != 1 or parts[0] not in _SINGLE_CHARACTER_OPS:
-        raise _UnboundedError("repeats a group, which can take years to match; repeat single characters only")
+        raise _UnboundedRegexError("repeats a group, which can take years to match; repeat single characters only")
     # A repeat of single characters can end after any number of them between the bounds.
     return 1 + min(max_count, _MAX_NAME_CHARACTERS) - min(min_count, _MAX_NAME_CHARACTERS)

@@ -24,7 +24,7 @@ from dit_lora.adapters.diffusers_format import (
 )
 from dit_lora.adapters.kinds import DROPOUT_OPTIONS
 from dit_lora.adapters.patterns import read_peft_config
-from dit_lora.adapters.start import build_saved_config, build_saved_state
+from dit_lora.adapters.start import build_adapter_state_for_saving, build_config_for_saving
 from dit_lora.environment.safetensors_files import read_tensors, write_tensors
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.numerics.adapter_tensors import is_adapter_tensor
@@ -79,11 +79,11 @@ def load_chat_adapter(model: PreTrainedModel, folder: Path) -> None:
     # Read the names now: PEFT renames the parameters of layers that it wraps.
     parameters = dict(model.named_parameters())
     trained = {name: parameters[name] for name in weights if name in parameters}
-    _require_fit(folder / BASE_FILE, weights, trained)
+    _require_matching_tensors(folder / BASE_FILE, weights, trained)
     if tensors:
         _add_adapter(model, folder)
         added = _get_adapter_tensors(model)
-        _require_fit(folder / CHAT_ADAPTER_FILE, tensors, added)
+        _require_matching_tensors(folder / CHAT_ADAPTER_FILE, tensors, added)
     # Everything fits now: copy into the model's own parameters.
     with torch.no_grad():
         for name, weight in weights.items():
@@ -111,13 +111,13 @@ def _get_adapter_tensors(model: nn.Module, weights: Tensors | None = None) -> di
         return {}
     # By default, PEFT asks the Hub whether the frozen weight of an adapted head should be saved.
     state = peft.get_peft_model_state_dict(model, weights, adapter_name=ADAPTER_NAME, save_embedding_layers=False)
-    tensors = build_saved_state(model, state)
+    tensors = build_adapter_state_for_saving(model, state)
     return {f"{_PREFIX}{name}": tensor for name, tensor in tensors.items()}
 
 
 def _build_folder_config(model: Any, run_metadata: Mapping[str, Any]) -> peft.PeftConfig:
     # A copy: the model's own config keeps dropout for training.
-    config: Any = copy.deepcopy(build_saved_config(model, ADAPTER_NAME))
+    config: Any = copy.deepcopy(build_config_for_saving(model, ADAPTER_NAME))
     # The model's own name is a local path.
     config.base_model_name_or_path = run_metadata.get("base_model")
     config.revision = run_metadata.get("revision")
@@ -150,7 +150,9 @@ def _add_adapter(model: PreTrainedModel, folder: Path) -> None:
             parameter.data = parameter.data.float()
 
 
-def _require_fit(file: Path, stored: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+def _require_matching_tensors(
+    file: Path, stored: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> None:
     """Raise `DitLoraError` unless a file's tensors and those of the model have the same names and shapes."""
     # In both directions, then shapes.
     faults = [f"{name}: not in the model" for name in stored if name not in expected]

@@ -15,7 +15,7 @@ import torch
 from diffusers.models.normalization import AdaLayerNormContinuous
 from torch import nn
 
-from dit_lora.adapters.layer_names import iterate_file_spellings, split_block_number
+from dit_lora.adapters.layer_names import iterate_prefixed_names, split_block_number
 
 PublishedNames = Mapping[str, tuple[str, ...]]
 
@@ -183,12 +183,12 @@ def map_published_spellings(model: nn.Module, names: Iterable[str]) -> dict[str,
             layers = [pattern.replace("*", number) for pattern in patterns]
             # Variants of a model lack some layers, such as the guidance embedder.
             if model_layers.issuperset(layers):
-                for spelling in iterate_file_spellings(published.replace("*", number)):
+                for spelling in iterate_prefixed_names(published.replace("*", number)):
                     layers_by_name[spelling] = layers
     return layers_by_name
 
 
-def split_rows(model: nn.Module, layers: list[str], b: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+def split_joined_lora_b(model: nn.Module, layers: list[str], b: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
     """Split B of a published model's layer by rows into one B for each of Diffusers' layers."""
     parts = []
     for layer, part in zip(layers, b.split(sizes), strict=True):

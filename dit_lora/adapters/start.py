@@ -61,14 +61,14 @@ def initialize_from_weights(model: Any, adapter: str, init: str, *, seed: int) -
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "lora_start"))
-        starts = {name: _compute_start(layer, adapter, init) for name, layer in layers.items()}
+        starts = {name: _compute_initial_lora(layer, adapter, init) for name, layer in layers.items()}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")
             # No dropout: the start must be subtracted completely.
             config = replace(model.peft_config[adapter], lora_dropout=0.0)
             peft.inject_adapter_in_model(config, model, adapter_name=START_ADAPTER)
     for name, layer in layers.items():
-        _copy_start(layer, adapter, starts[name])
+        _copy_initial_lora(layer, adapter, starts[name])
         # With the negative scale, this adapter subtracts the start.
         layer.scaling[START_ADAPTER] = -layer.scaling[adapter]
         for part in (layer.lora_A, layer.lora_B):
@@ -81,12 +81,12 @@ def initialize_from_weights(model: Any, adapter: str, init: str, *, seed: int) -
     setattr(model, _STARTS_ATTRIBUTE, starts)
 
 
-def has_start(model: nn.Module) -> bool:
+def has_weight_initialized_adapter(model: nn.Module) -> bool:
     """True if a model's adapter was initialized from the model's weights."""
     return hasattr(model, _STARTS_ATTRIBUTE)
 
 
-def build_saved_config(model: Any, adapter: str) -> Any:
+def build_config_for_saving(model: Any, adapter: str) -> Any:
     """PEFT's config for saving an adapter.
 
     If initialized from the weights, it has twice the rank at the same scale.
@@ -103,7 +103,7 @@ def build_saved_config(model: Any, adapter: str) -> Any:
     return build_peft_config(layers, config.target_modules)
 
 
-def build_saved_state(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def build_adapter_state_for_saving(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """An adapter's tensors for saving, by PEFT's names.
 
     If the adapter was initialized from the weights, additional ranks subtract its initial effect.
@@ -124,7 +124,7 @@ def _get_weight_shape(layer: Any) -> tuple[int, int]:
     return b.shape[0], a[0].numel()
 
 
-def _compute_start(layer: Any, adapter: str, init: str) -> StoredLayer:
+def _compute_initial_lora(layer: Any, adapter: str, init: str) -> StoredLayer:
     """Compute a LoRA's initial A and B from its layer's weight, in fp32 on the CPU.
 
     Returns the current ones if the weight has no values (meta).
@@ -153,7 +153,7 @@ def _compute_start(layer: Any, adapter: str, init: str) -> StoredLayer:
 
 
 @torch.no_grad()
-def _copy_start(layer: Any, adapter: str, start: StoredLayer) -> None:
+def _copy_initial_lora(layer: Any, adapter: str, start: StoredLayer) -> None:
     for name in (adapter, START_ADAPTER):
         for part, matrix in ((layer.lora_A, start.a), (layer.lora_B, start.b)):
             weight = part[name].weight

@@ -5,7 +5,9 @@ import math
 from dit_lora.errors import DitLoraError
 
 
-def parse_strengths(text: str, name: str = "strengths", max_numbers: int | None = None) -> tuple[float, ...]:
+def parse_comma_separated_numbers(
+    text: str, name: str = "strengths", max_numbers: int | None = None
+) -> tuple[float, ...]:
     """Parse numbers with commas between them, such as 0,0.5,1.
 
     Args:

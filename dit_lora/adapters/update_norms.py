@@ -52,11 +52,11 @@ class ModuleUpdate:
     """
 
     @property
-    def is_lost(self) -> bool:
+    def is_lost_to_rounding(self) -> bool:
         """True if an adapter's change of a weight is zero, or so small that adding it in fp32 has no effect."""
         return self.norm == 0 or (self.relative_norm is not None and self.relative_norm < LOST_UPDATE_RATIO)
 
-    def record(self) -> dict[str, Any]:
+    def to_json_record(self) -> dict[str, Any]:
         return {"name": self.name, "norm": self.norm, "relative": self.relative_norm}
 
 
@@ -104,7 +104,7 @@ def compute_weight_norms(model: nn.Module, files: Sequence[Path]) -> dict[str, f
             absent.add(name)
             continue
         norms[name] = _compute_norm(_get_weight(base))
-    return norms | (_read_stored_norms(absent, files) if absent else {})
+    return norms | (_read_weight_norms_from_files(absent, files) if absent else {})
 
 
 def compute_module_updates(
@@ -124,7 +124,7 @@ def compute_module_updates(
 
 
 @torch.no_grad()
-def measure_updates(model: nn.Module, norms: Mapping[str, float]) -> list[ModuleUpdate]:
+def measure_adapter_updates(model: nn.Module, norms: Mapping[str, float]) -> list[ModuleUpdate]:
     """Size of each adapted layer's weight change in a loaded model, from its weight with the adapter merged in.
 
     Works for every kind of adapter, and needs an fp64 copy of one weight at a time.
@@ -184,7 +184,7 @@ def _compute_norm(tensor: torch.Tensor) -> float:
     return torch.linalg.vector_norm(tensor, dtype=torch.float32).item()
 
 
-def _read_stored_norms(names: set[str], files: Sequence[Path]) -> dict[str, float]:
+def _read_weight_norms_from_files(names: set[str], files: Sequence[Path]) -> dict[str, float]:
     norms = {}
     for file in files:
         with open_safetensors(file) as opened:

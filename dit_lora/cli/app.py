@@ -43,13 +43,15 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def _options(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _handle_global_options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
     if version:
         echo(__version__)
         raise typer.Exit
 
 
-def _add_verb(verb_path: str, panel: str) -> None:
+def _add_command(verb_path: str, panel: str) -> None:
     """Add a command, or a group of commands, to its help panel, with its examples below its help."""
     # A verb without a dot is in the file with the same name.
     file, _, name = verb_path.rpartition(".")
@@ -81,4 +83,4 @@ def _format_epilog(verb: str) -> str:
 
 for _panel, _verbs in PANELS.items():
     for _verb in _verbs:
-        _add_verb(_verb, _panel)
+        _add_command(_verb, _panel)

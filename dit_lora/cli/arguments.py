@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dit_lora.config.catalog import find_packaged_files, list_accelerate_configs, list_recipe_names
+from dit_lora.config.catalog import find_packaged_files_root, list_accelerate_configs, list_recipe_names
 from dit_lora.errors import DitLoraError
 from dit_lora.families import FAMILIES, get_families
 from dit_lora.files import read_json
@@ -57,7 +57,7 @@ def complete_overrides(ctx: typer.Context, incomplete: str) -> list[str]:
     if (ctx.params.get("overrides") or [""])[-1] == "=":
         return []  # bash splits key=value into three words: complete the value as a file
     # The schema file has all keys, without an import of the recipe's classes.
-    schema = read_json(find_packaged_files() / "recipes" / "schema.json")
+    schema = read_json(find_packaged_files_root() / "recipes" / "schema.json")
     keys = dict(_iterate_keys(schema, schema, ""))
     matching = _filter_by_prefix([f"{key}=" for key in keys], incomplete)
     if len(matching) == 1:  # after a single choice bash would add a space

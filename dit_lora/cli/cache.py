@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from dit_lora.cli.arguments import Overrides, RecipeFile, complete_recipe_files
-from dit_lora.cli.json_output import JsonFlag, write_answer
+from dit_lora.cli.json_output import JsonFlag, write_command_result
 from dit_lora.terminal import echo
 
 EXAMPLES = {
@@ -49,7 +49,7 @@ def cache_verify(
 
     result = verify_cache(target, overrides or [], mark_bad=set_aside)
     tell = partial(echo, result.format_text())
-    write_answer(context, as_json, result.record(), tell, passed=result.passed)
+    write_command_result(context, as_json, result.record(), tell, passed=result.passed)
 
 
 @cache.command("stats")
@@ -60,7 +60,7 @@ def cache_stats(
     from dit_lora.commands.cache import count_cache_entries
 
     result = count_cache_entries(target, overrides or [])
-    write_answer(context, as_json, result.record(), partial(echo, result.format_text()))
+    write_command_result(context, as_json, result.record(), partial(echo, result.format_text()))
 
 
 @cache.command("prune")
@@ -78,4 +78,4 @@ def cache_prune(
     from dit_lora.commands.cache import prune_cache
 
     result = prune_cache(target, overrides or [], keep=keep or [])
-    write_answer(context, as_json, result.record(), partial(echo, result.format_text()))
+    write_command_result(context, as_json, result.record(), partial(echo, result.format_text()))

@@ -128,7 +128,7 @@ def _edit_captions(
         preview = edits.apply(CaptionChange(*change), sample_filter)
         echo(f"changed {len(preview.captions):,} captions; dit-lora caption {folder} --undo takes that back")
     if lists:
-        for line in edits.list_lines(sample_filter):
+        for line in edits.list_caption_lines(sample_filter):
             echo(line)
 
 

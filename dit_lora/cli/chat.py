@@ -33,7 +33,7 @@ def chat(
     Without --prompt, questions are read line by line until Ctrl-D.
     """
     from dit_lora.data.media.media import MediaFile
-    from dit_lora.training.tasks.chat.answerer import converse, load_answerer, read_prompts
+    from dit_lora.training.tasks.chat.answerer import answer_prompts, load_answerer, read_prompts
 
     if video and image:
         raise DitLoraError("got both --video and --image; give one of them")
@@ -45,5 +45,5 @@ def chat(
     media = MediaFile(file) if file else None
     # Without --prompt, lines from standard input.
     questions = prompt or read_prompts()
-    for answer in converse(answerer, media, questions, instruction=instruction, max_tokens=max_tokens):
+    for answer in answer_prompts(answerer, media, questions, instruction=instruction, max_tokens=max_tokens):
         echo(answer)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from dit_lora.cli.json_output import JsonFlag, write_answer
+from dit_lora.cli.json_output import JsonFlag, write_command_result
 
 EXAMPLES = {"doctor": ("doctor", "doctor --config-file one_gpu.yaml")}
 
@@ -20,4 +20,4 @@ def doctor(
     from dit_lora.environment.versions import probe_environment
 
     account = build_report(probe_environment(), config_file)
-    write_answer(context, as_json, account, lambda: print_report(account), passed=account["ok"])
+    write_command_result(context, as_json, account, lambda: print_report(account), passed=account["ok"])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
 import typer
 
 from dit_lora.cli.arguments import BaseModel
-from dit_lora.cli.json_output import JsonFlag, write_answer
+from dit_lora.cli.json_output import JsonFlag, write_command_result
 from dit_lora.errors import DitLoraError
 from dit_lora.terminal import echo
 
@@ -165,4 +165,4 @@ def _print_report(
                 echo(line)
         echo(output_folder)
 
-    write_answer(context, as_json, [result.to_dict() for result in results], print_lines)
+    write_command_result(context, as_json, [result.to_dict() for result in results], print_lines)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from dit_lora.cli.arguments import complete_families, complete_launch_config_names, complete_recipes
-from dit_lora.cli.json_output import JsonFlag, write_answer
+from dit_lora.cli.json_output import JsonFlag, write_command_result
 from dit_lora.config.catalog import PackagedRecipe, list_accelerate_configs, map_recipe_paths, write_run_folder
 from dit_lora.errors import DitLoraError
 from dit_lora.families import FAMILIES, get_default_recipes, get_families
@@ -44,19 +44,19 @@ def recipes(
             textwrap.fill(f"{name}: tiny {', '.join(tiny)}", 80, subsequent_indent="  ", break_on_hyphens=False)
             for name, tiny in variants.items()
         ]
-        write_answer(context, as_json, {"families": variants}, lambda: echo("\n".join(lines)))
+        write_command_result(context, as_json, {"families": variants}, lambda: echo("\n".join(lines)))
         return
     defaults = get_default_recipes()
     # All recipes are read, also for one family: they are small files.
     records = []
     for name, path in map_recipe_paths().items():
         try:
-            records.append(PackagedRecipe.from_file(name, path).record(defaults))
+            records.append(PackagedRecipe.from_file(name, path).to_json_entry(defaults))
         except DitLoraError as error:
             # A recipe of another package must not end a command that does not need it.
             echo(f"warning: {error}", err=True)
     selected_records = [record for record in records if family in (None, record["family"])]
-    write_answer(context, as_json, {"recipes": selected_records}, lambda: _print_recipes(selected_records))
+    write_command_result(context, as_json, {"recipes": selected_records}, lambda: _print_recipes(selected_records))
 
 
 def init(
@@ -78,7 +78,7 @@ def init(
 ) -> None:
     """Create a folder to train in, with recipe, training script and Accelerate config."""
     selected_recipe = PackagedRecipe.from_name(recipe, get_default_recipes())
-    selected_recipe.require_complete()
+    selected_recipe.require_complete_recipe()
     # The recipe's own launch is the default.
     config = accelerate or selected_recipe.accelerate_config
     if config not in list_accelerate_configs():

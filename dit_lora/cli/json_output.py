@@ -28,7 +28,7 @@ JsonFlag = Annotated[
 ]
 
 
-def write_answer(
+def write_command_result(
     context: typer.Context, as_json: bool, record: Any, print_text: Callable[[], object], *, passed: bool = True
 ) -> None:
     """Print a command's result, as one JSON document or with `print_text`. Exits with code 1 if it did not pass."""

@@ -13,17 +13,17 @@ class PlainCommand(TyperCommand):
     """A verb."""
 
     def get_params(self, ctx: Any) -> Any:
-        return _name_values(super().get_params(ctx))
+        return _name_parameter_values(super().get_params(ctx))
 
 
 class PlainGroup(TyperGroup):
     """A group of verbs."""
 
     def get_params(self, ctx: Any) -> Any:
-        return _name_values(super().get_params(ctx))
+        return _name_parameter_values(super().get_params(ctx))
 
 
-def _name_values(params: Iterable[Any]) -> Iterable[Any]:
+def _name_parameter_values(params: Iterable[Any]) -> Iterable[Any]:
     for param in params:
         if isinstance(param, TyperArgument):
             # Its own name and its help say what it is.

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from dit_lora.cli.arguments import Overrides, RecipeFile
-from dit_lora.cli.json_output import JsonFlag, write_answer
+from dit_lora.cli.json_output import JsonFlag, write_command_result
 from dit_lora.errors import DitLoraError
 from dit_lora.terminal import echo
 
@@ -39,7 +39,7 @@ def plan(
 
     from dit_lora.commands.plan import print_plan
     from dit_lora.environment.progress_bar import hide_progress_bars
-    from dit_lora.planning.budget import Launch
+    from dit_lora.planning.budget import LaunchLayout
     from dit_lora.planning.search import plan_memory as run
 
     hide_progress_bars()
@@ -48,8 +48,10 @@ def plan(
         size = parse_size(gpu)
     elif torch.cuda.is_available():
         size = int(torch.cuda.get_device_properties(0).total_memory)
-    planned = run(recipe, overrides or [], Launch(ranks, sharding), size)
-    write_answer(context, as_json, planned.record(), lambda: print_plan(planned), passed=planned.budget.fits)
+    planned = run(recipe, overrides or [], LaunchLayout(ranks, sharding), size)
+    write_command_result(
+        context, as_json, planned.to_json_values(), lambda: print_plan(planned), passed=planned.budget.fits
+    )
 
 
 def parse_size(text: str) -> int:
@@ -77,4 +79,4 @@ def check(
     report = check_recipe(recipe, overrides or [], lambda line: echo(line, err=True))
     write_check_page(html, report)
     text = f"{report.format_text()}\nwrote {html}"
-    write_answer(context, as_json, report.to_dict(), lambda: echo(text), passed=report.passed)
+    write_command_result(context, as_json, report.to_dict(), lambda: echo(text), passed=report.passed)

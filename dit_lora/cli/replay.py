@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from dit_lora.cli.json_output import JsonFlag, write_answer
+from dit_lora.cli.json_output import JsonFlag, write_command_result
 from dit_lora.terminal import echo
 
 EXAMPLES = {
@@ -42,4 +42,4 @@ def replay(
         bundle, model=model, device=device, fp32=fp32, without=without or [], script=script, arguments=arguments or []
     )
     passed = result.diagnosis is None
-    write_answer(context, as_json, result.record(), lambda: echo(result.format_text()), passed=passed)
+    write_command_result(context, as_json, result.record(), lambda: echo(result.format_text()), passed=passed)

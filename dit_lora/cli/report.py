@@ -42,10 +42,10 @@ def report(
     # A run of both experts has a folder for each.
     runs = find_expert_runs(run)
     if mark_best is not None:
-        from dit_lora.adapters.marked_save import mark_step
+        from dit_lora.adapters.marked_save import mark_step_as_best
 
         for run_folder in runs:
-            mark_step(run_folder, mark_best or None)
+            mark_step_as_best(run_folder, mark_best or None)
     if serve:
         if len(runs) > 1:
             raise DitLoraError(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dit_lora.adapters.strengths import parse_strengths
+from dit_lora.adapters.strengths import parse_comma_separated_numbers
 from dit_lora.cli.arguments import BaseModel
 from dit_lora.errors import DitLoraError
 from dit_lora.terminal import echo
@@ -81,7 +81,7 @@ def sample(
         references=tuple(reference or ()),
         output_folder=out,
         count=count,
-        strengths=() if strengths is None else parse_strengths(strengths, "--strengths"),
+        strengths=() if strengths is None else parse_comma_separated_numbers(strengths, "--strengths"),
         other_adapters=tuple(map(_parse_weighted_adapter, adapter or ())),
         weight=weight,
     )

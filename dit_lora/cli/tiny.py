@@ -119,7 +119,7 @@ def _write_scenes(folder: Path, shape: str, clips: int) -> None:
     """Write clips of one shape with captions. Raises `DitLoraError` for an unknown shape."""
     import torch
 
-    from dit_lora.data.synthetic.scenes import KNOWN_SHAPES, SHAPES, draw_scene, spread_scenes, write_scenes
+    from dit_lora.data.synthetic.scenes import KNOWN_SHAPES, SHAPES, draw_scene, list_balanced_scenes, write_scenes
 
     if shape not in (*SHAPES, "known"):
         raise DitLoraError(f"unknown shape {shape!r}; choose one of {', '.join(SHAPES)}, known")
@@ -128,7 +128,7 @@ def _write_scenes(folder: Path, shape: str, clips: int) -> None:
     if shape == "known":
         scenes = [draw_scene(generator, KNOWN_SHAPES) for _ in range(clips)]
     else:
-        scenes = spread_scenes(shape, clips)
+        scenes = list_balanced_scenes(shape, clips)
     write_scenes(folder, scenes, generator)
     echo(f"wrote {clips} clips to {folder}")
 

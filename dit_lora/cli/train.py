@@ -36,14 +36,14 @@ def train(
     from dit_lora.environment.versions import read_launch_config
     from dit_lora.families import get_family
     from dit_lora.training.finished import is_finished
-    from dit_lora.training.session.early_checks import require_paths
+    from dit_lora.training.session.early_checks import require_recipe_paths
 
     # All of this is checked again by the run, a dozen seconds of imports later.
     settings = load_recipe(recipe, overrides or [])
     get_family(settings.model.family)
     if config_file is not None:
         read_launch_config(config_file)
-    require_paths(settings)
+    require_recipe_paths(settings)
     # For those who wait at a terminal; a log file has the folder from the run itself.
     if sys.stderr.isatty():
         echo(f"training with {recipe}; results go to {settings.run.dir}", err=True)

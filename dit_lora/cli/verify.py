@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dit_lora.cli.arguments import BaseModel
-from dit_lora.cli.json_output import JsonFlag, write_answer
+from dit_lora.cli.json_output import JsonFlag, write_command_result
 from dit_lora.terminal import echo
 
 EXAMPLES = {"verify": ("verify runs/kitten",)}
@@ -40,4 +40,4 @@ def verify(
         named = dict(zip(EXPERT_NAMES.values(), verifications, strict=True))
         lines = [line for name, item in named.items() for line in (f"{name}:", *item.format_lines())]
         record = {"passed": passed, **{name: item.to_dict() for name, item in named.items()}}
-    write_answer(context, as_json, record, partial(echo, "\n".join(lines)), passed=passed)
+    write_command_result(context, as_json, record, partial(echo, "\n".join(lines)), passed=passed)

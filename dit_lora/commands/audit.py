@@ -12,7 +12,7 @@ from dit_lora.data.audit.pairs import summarise_pairs
 from dit_lora.data.audit.runner import audit_media
 from dit_lora.data.audit.sound import summarise_sound
 from dit_lora.data.audit.summary import compute_totals, merge_audits
-from dit_lora.data.sources.clips import Scan
+from dit_lora.data.sources.clips import DataScan
 from dit_lora.data.sources.scan import scan_sources
 from dit_lora.terminal import make_one_line
 
@@ -96,7 +96,7 @@ def audit_folder(path: str, overrides: Sequence[str] = (), *, progress: bool = T
     return Audit(path, merge_audits(audited_samples, collect_scan_findings(sources), captions), notes)
 
 
-def collect_scan_findings(scan_result: Scan) -> Findings:
+def collect_scan_findings(scan_result: DataScan) -> Findings:
     """Findings on samples that the scan could not list: missing files, captions that are not text."""
     problems: Findings = {}
     for problem in scan_result.problems:

@@ -22,11 +22,11 @@ from dit_lora.environment.progress_bar import hide_progress_bars
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.families.base import Checkpoint, Encoders
-from dit_lora.training.session.session import running
+from dit_lora.training.session.session import start_run_session
 from dit_lora.training.tasks.chat.audit import audit_conversations
 from dit_lora.training.tasks.diffusion.cache_plan import AUDIT_FILE
 from dit_lora.training.tasks.diffusion.precompute import DiffusionTrainingData, precompute
-from dit_lora.training.tasks.diffusion.samples import Samples, find_samples
+from dit_lora.training.tasks.diffusion.samples import RecipeSamples, find_samples
 
 
 def audit_recipe_file(path: str, overrides: Sequence[str], *, encode: bool) -> Audit:
@@ -113,7 +113,7 @@ def add_encoding_findings(audit: Audit, recipe: Recipe, checkpoint: Checkpoint) 
     data = recipe.data.model_copy(update={"rejects": "skip", "precompute": True})
     recipe = recipe.model_copy(update={"data": data})
     # Encode as training does, into the same cache.
-    with running(recipe) as session:
+    with start_run_session(recipe) as session:
         encoded = precompute(session, checkpoint)
     damaged: Findings = {}
     non_finite, statistics = check_encoded(_iterate_tensors(encoded, damaged))
@@ -145,7 +145,7 @@ def _group_by_clip(findings_by_file: Findings, audited_samples: Sequence[Audited
     return by_clip
 
 
-def _find_unsupported_references(samples: Samples, audited_samples: Sequence[AuditedSample]) -> Findings:
+def _find_unsupported_references(samples: RecipeSamples, audited_samples: Sequence[AuditedSample]) -> Findings:
     """Audit findings on samples with references that the model does not accept (such as too many).
 
     Samples that are already rejected are left out.

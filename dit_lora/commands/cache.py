@@ -16,9 +16,9 @@ from dit_lora.environment.progress_bar import ProgressBar, hide_progress_bars
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.numerics.precision import choose_precision
-from dit_lora.training.session.session import running
+from dit_lora.training.session.session import start_run_session
 from dit_lora.training.tasks.diffusion.base_samples import SAMPLES_CACHE, find_samples_of_prompts
-from dit_lora.training.tasks.diffusion.cache_plan import make_plan
+from dit_lora.training.tasks.diffusion.cache_plan import make_cache_plan
 from dit_lora.training.tasks.diffusion.precompute import precompute
 from dit_lora.training.tasks.diffusion.second_model import open_sampling_checkpoint
 
@@ -31,7 +31,7 @@ Caches = Mapping[str, TensorCache]
 
 
 @dataclass(frozen=True)
-class CacheOutcome:
+class CacheCommandResult:
     """The result of verifying, counting or pruning each of the caches."""
 
     root: Path
@@ -69,13 +69,13 @@ def build_cache(target: str, overrides: Sequence[str]) -> None:
     if not recipe.data.precompute:
         raise DitLoraError("data.precompute is false, so this recipe trains without a cache; remove it to build one")
     checkpoint = get_family(recipe.model.family).open(recipe.model, recipe)
-    with running(recipe) as session:
+    with start_run_session(recipe) as session:
         encoded = precompute(session, checkpoint, open_sampling_checkpoint(recipe, checkpoint))
         count = len(encoded.training_set.entries)
         session.say(f"{recipe.cache_dir} has everything for {count} samples")
 
 
-def verify_cache(target: str, overrides: Sequence[str], *, mark_bad: bool) -> CacheOutcome:
+def verify_cache(target: str, overrides: Sequence[str], *, mark_bad: bool) -> CacheCommandResult:
     """Read every entry of the caches and check its digest and values."""
 
     def verify_entries(cache: TensorCache, on_progress: maintenance.OnProgress) -> maintenance.VerifiedCache:
@@ -84,7 +84,7 @@ def verify_cache(target: str, overrides: Sequence[str], *, mark_bad: bool) -> Ca
     return _maintain_caches(target, overrides, "checking", verify_entries)
 
 
-def count_cache_entries(target: str, overrides: Sequence[str]) -> CacheOutcome:
+def count_cache_entries(target: str, overrides: Sequence[str]) -> CacheCommandResult:
     """Count a cache's entries, shards and bytes. Reads only headers."""
 
     def count_entries(cache: TensorCache, _: maintenance.OnProgress) -> maintenance.CacheStats:
@@ -97,7 +97,7 @@ def count_cache_entries(target: str, overrides: Sequence[str]) -> CacheOutcome:
     return _maintain_caches(target, overrides, "counting", count_entries)
 
 
-def prune_cache(target: str, overrides: Sequence[str], *, keep: Sequence[str]) -> CacheOutcome:
+def prune_cache(target: str, overrides: Sequence[str], *, keep: Sequence[str]) -> CacheCommandResult:
     """Remove unusable cache entries and, if `keep` has recipes, entries that none of them uses."""
     # Read all recipes first: an error must not stop after a part of the cache is pruned.
     recipes = [load_recipe(path) for path in keep]
@@ -112,7 +112,7 @@ def prune_cache(target: str, overrides: Sequence[str], *, keep: Sequence[str]) -
         dtype = choose_precision(recipe.model.dtype, device).dtype
         second = open_sampling_checkpoint(recipe, checkpoint)
         second_encoders = None if second is None else second.encoders
-        plan = make_plan(
+        plan = make_cache_plan(
             recipe, checkpoint.encoders, dtype, samples_per_step=1, quiet=False, sampling_encoders=second_encoders
         )
         keys_of_each.append(dict(zip(_ENCODED_CACHES, plan.keys, strict=True)))
@@ -140,18 +140,18 @@ def _maintain_caches(
     overrides: Sequence[str],
     verb: str,
     process_cache: Callable[[TensorCache, maintenance.OnProgress], Any],
-) -> CacheOutcome:
+) -> CacheCommandResult:
     """Apply `process_cache` to each of the caches, with a progress bar."""
     # All caches are worked through, even if the first one has problems.
-    root = _resolve_root(target, overrides)
+    root = _resolve_cache_root(target, overrides)
     results = {}
     for kind in _CACHE_NAMES:
         with _show_progress(f"{verb} {kind}") as tell:
             results[kind] = process_cache(TensorCache(root / kind), tell)
-    return CacheOutcome(root, results)
+    return CacheCommandResult(root, results)
 
 
-def _resolve_root(target: str, overrides: Sequence[str]) -> Path:
+def _resolve_cache_root(target: str, overrides: Sequence[str]) -> Path:
     """The cache folder of a recipe, or the folder itself. Raises `DitLoraError` if it is not a cache."""
     if is_recipe(target):
         root = load_recipe(target, overrides).cache_dir

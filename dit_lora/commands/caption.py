@@ -23,7 +23,7 @@ from dit_lora.errors import CheckFailedError
 from dit_lora.families.base import TextLimit
 from dit_lora.numerics.ranks import gather_object
 from dit_lora.report.captions.rules import load_text_limit
-from dit_lora.training.tasks.chat.answerer import Answerer, find_origin, load_answerer
+from dit_lora.training.tasks.chat.answerer import ChatAnswerGenerator, find_origin, load_answerer
 
 PICTURE_PROMPT = (
     "Describe this picture in one paragraph, as a caption: what is shown and what it looks like, its style, light and "
@@ -80,7 +80,7 @@ class CaptionResult:
                 "encoder reads no more: "
                 f"{', '.join(self.shortened_files[:5])}{' and others' if len(self.shortened_files) > 5 else ''}"
             )
-        num_missing = len(table.uncaptioned)
+        num_missing = len(table.uncaptioned_files)
         message = f"wrote {self.num_written:,} captions to {table.root / TABLE_NAME}"
         message += f", {self.num_recovered:,} of them from an earlier start" if self.num_recovered else ""
         return [*lines, f"{message}; {num_missing:,} of {len(table.media):,} files still have no caption"]
@@ -110,7 +110,7 @@ def caption_folder(request: CaptionRequest) -> CaptionResult:
             earlier = store.merge_into_table(include_all=True)
         # The others read the table after earlier captions are merged into it.
         state.wait_for_everyone()
-        names = CaptionTable.read(request.folder).uncaptioned
+        names = CaptionTable.read(request.folder).uncaptioned_files
         local_result = CaptionResult(num_recovered=earlier if main else 0, should_report=main)
         if not names:
             # A wrong model is an error also where no file needs a caption.
@@ -143,7 +143,7 @@ def _describe_files(
         for name in ProgressBar(names, desc="captions", unit="file", disable=not result.should_report):
             try:
                 # A file that cannot be described does not stop the others.
-                caption = describe_file(answerer, request.folder / name, request, limit)
+                caption = generate_file_caption(answerer, request.folder / name, request, limit)
             except (ClipError, CheckFailedError) as error:
                 result.failures[name] = str(error).removeprefix(f"{name}: ")
                 continue
@@ -153,7 +153,9 @@ def _describe_files(
             result.shortened_files += [name] if is_cut else []
 
 
-def describe_file(answerer: Answerer, file: Path, request: CaptionRequest, limit: TextLimit | None) -> str:
+def generate_file_caption(
+    answerer: ChatAnswerGenerator, file: Path, request: CaptionRequest, limit: TextLimit | None
+) -> str:
     """Ask the model for a caption of a file, and add the trigger.
 
     Raises:
@@ -166,7 +168,7 @@ def describe_file(answerer: Answerer, file: Path, request: CaptionRequest, limit
     if limit is not None and request.prompt is None:
         question += f" Use at most {int(limit.max_tokens * _WORDS_PER_TOKEN)} words."
     # One line: a caption is a cell of a table.
-    answer = " ".join(answerer.ask(media, question, max_tokens=request.max_tokens).split())
+    answer = " ".join(answerer.answer_question(media, question, max_tokens=request.max_tokens).split())
     fault = find_caption_fault(answer)
     if fault is not None:
         raise CheckFailedError(f"cannot use the model's answer as a caption: {fault[1]}")
@@ -210,11 +212,11 @@ def _count_tokens(text: str, limit: TextLimit) -> int:
 def require_finite_logits(model: Any) -> Iterator[None]:
     """Context that raises `CheckFailedError` if the output head computes NaN or Inf: no token can be chosen."""
 
-    def check(_module: nn.Module, _inputs: Any, logits: torch.Tensor) -> None:
+    def check_logits_finite(_module: nn.Module, _inputs: Any, logits: torch.Tensor) -> None:
         if not torch.isfinite(logits).all():
             raise CheckFailedError("the model's output is not finite; try another --model")
 
-    handle = model.get_output_embeddings().register_forward_hook(check)
+    handle = model.get_output_embeddings().register_forward_hook(check_logits_finite)
     try:
         yield
     finally:

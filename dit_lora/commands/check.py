@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file
 
-from dit_lora.config.catalog import find_packaged_files
+from dit_lora.config.catalog import find_packaged_files_root
 from dit_lora.config.load import load_recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
@@ -21,7 +21,7 @@ from dit_lora.files import read_json, read_json_lines
 from dit_lora.report.pages import render_page, write_page
 from dit_lora.training.checkpoints.files import checkpoint_path
 from dit_lora.training.session.accelerate import choose_launch_options
-from dit_lora.training.session.early_checks import require_paths
+from dit_lora.training.session.early_checks import require_recipe_paths
 from dit_lora.version import __version__
 
 _NUM_STEPS, _RESUMED_STEP = 4, 2
@@ -92,7 +92,7 @@ class CheckReport:
 
 
 @dataclass(frozen=True)
-class _ShortRun:
+class _FinishedRun:
     """A run in the temporary folder that has ended."""
 
     folder: Path
@@ -116,7 +116,7 @@ class _ShortRun:
     def read_lines(self, name: str) -> list[dict[str, Any]]:
         return read_json_lines(self.folder / name).objects
 
-    def load_state(self) -> dict[str, torch.Tensor]:
+    def load_checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         """All tensors of the last checkpoint, by file and name."""
         files = sorted(checkpoint_path(self.folder, _NUM_STEPS).rglob("*.safetensors"))
         return {f"{file.name}: {name}": tensor for file in files for name, tensor in load_file(file).items()}
@@ -148,15 +148,15 @@ def check_recipe(recipe_file: str, overrides: Sequence[str], say: Callable[[str]
     with TemporaryDirectory(prefix="dit_lora_check_", ignore_cleanup_errors=True) as temporary:
         common = [*overrides, *_OVERRIDES, f"data.cache={recipe.cache_dir}", f"train.accumulate={accumulate}"]
 
-        def train(name: str, *changes: str, num_ranks: int = 1) -> _ShortRun:
+        def train(name: str, *changes: str, num_ranks: int = 1) -> _FinishedRun:
             folder = Path(temporary) / name
             arguments = [*common, *changes, f"run.dir={folder}"]
             # Before a process imports torch.
-            require_paths(load_recipe(recipe_file, arguments))
+            require_recipe_paths(load_recipe(recipe_file, arguments))
             completed = run_script([recipe_file, *arguments], num_ranks)
             # Progress bars overwrite their line. Names of temporary files say nothing.
             log = re.sub(r"[^\n]*\r", "", f"{completed.stdout}{completed.stderr}").replace(f"{temporary}/", "")
-            return _ShortRun(folder, completed.returncode, log.strip())
+            return _FinishedRun(folder, completed.returncode, log.strip())
 
         say(f"training {_NUM_STEPS} steps, with checks of kernels and of the gradient")
         reference = train("first", "guard.preflight=anew", "guard.gradient_every=1000")
@@ -196,12 +196,12 @@ def run_script(arguments: Sequence[str], num_ranks: int) -> subprocess.Completed
         # Use only one of several GPUs.
         options = choose_launch_options(min(torch.cuda.device_count(), 1))
         launcher = ["accelerate.commands.launch", "--quiet", *options]
-    script = find_packaged_files() / "recipes" / "lora.py"
+    script = find_packaged_files_root() / "recipes" / "lora.py"
     command = [sys.executable, "-m", *launcher, str(script), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
 
 
-def _check_training(run: _ShortRun) -> CheckResult:
+def _check_training(run: _FinishedRun) -> CheckResult:
     if run.exit_code:
         return CheckResult("training", "differs", run.failure)
     other_events = [
@@ -211,7 +211,7 @@ def _check_training(run: _ShortRun) -> CheckResult:
     return CheckResult("training", "passed", f"{_NUM_STEPS} steps; the saved result is as trained{events_text}")
 
 
-def _check_kernels(run: _ShortRun) -> CheckResult:
+def _check_kernels(run: _FinishedRun) -> CheckResult:
     name = "kernels and attention"
     events = [event for event in run.read_lines("events.jsonl") if event["kind"] == "preflight"]
     if events:
@@ -224,7 +224,7 @@ def _check_kernels(run: _ShortRun) -> CheckResult:
     return CheckResult(name, "passed", f"equal to the unpatched model on this recipe's samples{kernels_text}")
 
 
-def _check_gradient(run: _ShortRun) -> CheckResult:
+def _check_gradient(run: _FinishedRun) -> CheckResult:
     name = "gradient against loss"
     # A gradient that agrees has no event.
     for event in run.read_lines("events.jsonl"):
@@ -242,30 +242,32 @@ def _check_gradient(run: _ShortRun) -> CheckResult:
     return CheckResult(name, "cannot tell", "the first step has no finite loss and gradient")
 
 
-def _check_resume(reference: _ShortRun, resumed: _ShortRun, resume_again: Callable[[], _ShortRun]) -> CheckResult:
+def _check_resume(
+    reference: _FinishedRun, resumed: _FinishedRun, resume_again: Callable[[], _FinishedRun]
+) -> CheckResult:
     name = "resume, bit for bit"
     if resumed.exit_code:
         return CheckResult(name, "differs", resumed.failure)
-    expected, state = reference.load_state(), resumed.load_state()
-    unequal = _find_unequal(expected, state)
+    expected, state = reference.load_checkpoint_tensors(), resumed.load_checkpoint_tensors()
+    unequal = _find_unequal_tensors(expected, state)
     if not unequal:
         return CheckResult(name, "passed", f"{len(expected)} tensors of step {_NUM_STEPS} are equal")
     message = f"{len(unequal)} of {len(expected)} tensors of step {_NUM_STEPS} differ, such as {unequal[0]}"
     # Atomic additions on a GPU have no order: then two equal runs differ too.
     repeated = resume_again()
-    if not repeated.exit_code and _find_unequal(state, repeated.load_state()):
+    if not repeated.exit_code and _find_unequal_tensors(state, repeated.load_checkpoint_tensors()):
         return CheckResult(name, "cannot tell", f"{message}; so do those of two equal runs on this machine")
     return CheckResult(name, "differs", message)
 
 
-def _find_unequal(expected: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> list[str]:
+def _find_unequal_tensors(expected: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> list[str]:
     """Names of tensors that are not bitwise equal in both states, or missing in one of them."""
     shared = expected.keys() & state.keys()
     names = dict.fromkeys((*expected, *state))
     return [name for name in names if name not in shared or not torch.equal(expected[name], state[name])]
 
 
-def _check_ranks(reference: _ShortRun, ranked: _ShortRun) -> CheckResult:
+def _check_ranks(reference: _FinishedRun, ranked: _FinishedRun) -> CheckResult:
     name = "two ranks as one"
     if ranked.exit_code:
         return CheckResult(name, "differs", ranked.failure)

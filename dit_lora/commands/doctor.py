@@ -11,7 +11,7 @@ from dit_lora.environment.versions import (
     Environment,
     VersionProblem,
     find_launch_problem,
-    find_problems,
+    find_version_problems,
     get_default_launch_config,
     get_num_launch_processes,
     get_package_status,
@@ -26,7 +26,7 @@ _PROBLEM_FIELDS = ("id", "severity", "what", "source", "remedy")
 
 
 @dataclass(frozen=True)
-class Decision:
+class EnvironmentDecision:
     """One choice that a run will make in this environment, and the reason."""
 
     what: str
@@ -34,7 +34,7 @@ class Decision:
     why: str
 
 
-def list_decisions(env: Environment) -> list[Decision]:
+def list_environment_decisions(env: Environment) -> list[EnvironmentDecision]:
     """List the choices of a run in this environment that the recipe leaves open."""
     # The first GPU decides for all: a machine usually has equal ones.
     gpu = env.devices[0] if env.devices else None
@@ -47,28 +47,30 @@ def list_decisions(env: Environment) -> list[Decision]:
     if gpu and gpu.bf16:
         dtype = "bf16", "this GPU computes in it; trainable weights stay in fp32"
     return [
-        Decision("device", *device),
-        Decision("dtype", *dtype),
+        EnvironmentDecision("device", *device),
+        EnvironmentDecision("dtype", *dtype),
         _describe_platform(env),
-        Decision("attention", "PyTorch SDPA", "never cuDNN with a mask: pytorch#196678"),
-        Decision("optimizer", "torch AdamW, fused", "all trainable weights in one pass, in fp32"),
-        Decision("video", f"PyAV {env.versions.get('av', '')}".strip(), "brings its own FFmpeg"),
-        Decision("chat frames", "prepared in torch", "Transformers' video processors need torchvision"),
-        Decision("trackers", trackers, "installed; choose with run.trackers"),
+        EnvironmentDecision("attention", "PyTorch SDPA", "never cuDNN with a mask: pytorch#196678"),
+        EnvironmentDecision("optimizer", "torch AdamW, fused", "all trainable weights in one pass, in fp32"),
+        EnvironmentDecision("video", f"PyAV {env.versions.get('av', '')}".strip(), "brings its own FFmpeg"),
+        EnvironmentDecision("chat frames", "prepared in torch", "Transformers' video processors need torchvision"),
+        EnvironmentDecision("trackers", trackers, "installed; choose with run.trackers"),
     ]
 
 
-def _describe_platform(env: Environment) -> Decision:
+def _describe_platform(env: Environment) -> EnvironmentDecision:
     """Describe how well this operating system and kind of GPU are tested."""
     # As `platform.platform` begins: Linux, macOS or Windows.
     system = env.platform.partition("-")[0]
     if system == "Windows":
-        return Decision("platform", system, "not tested: use WSL 2, which is Linux")
+        return EnvironmentDecision("platform", system, "not tested: use WSL 2, which is Linux")
     if system == "macOS":
-        return Decision("platform", system, "not tested; dit-lora train uses the CPU, and not the GPU (MPS)")
+        return EnvironmentDecision(
+            "platform", system, "not tested; dit-lora train uses the CPU, and not the GPU (MPS)"
+        )
     if env.get_build_label("torch").startswith("rocm"):
-        return Decision("platform", f"{system}, ROCm", "not tested: try a smoke recipe first")
-    return Decision("platform", system, "tested on CPUs and NVIDIA GPUs")
+        return EnvironmentDecision("platform", f"{system}, ROCm", "not tested: try a smoke recipe first")
+    return EnvironmentDecision("platform", system, "tested on CPUs and NVIDIA GPUs")
 
 
 def build_report(env: Environment, launch_config: Path | None) -> dict[str, Any]:
@@ -78,12 +80,12 @@ def build_report(env: Environment, launch_config: Path | None) -> dict[str, Any]
         env: The environment.
         launch_config: An Accelerate config file; None for the one that `accelerate launch` reads.
     """
-    issues = find_problems(env)
+    issues = find_version_problems(env)
     launch = _describe_launch(env, launch_config)
     kernels = kernel_support()
     # If the recipe does not set them.
     kernel_choice = "fused, where parity holds" if kernels.mode == "gpu" else "lora_linear only"
-    decisions = [*list_decisions(env), Decision("kernels", kernel_choice, kernels.reason)]
+    decisions = [*list_environment_decisions(env), EnvironmentDecision("kernels", kernel_choice, kernels.reason)]
     return {
         "ok": not launch["problem"] and all(problem.severity != "refuse" for problem in issues),
         "python": env.python,

@@ -35,11 +35,11 @@ def print_plan(planned: MemoryPlan) -> None:
         nonzero = {name: size for name, size in sizes.items() if size}
         console.print(_build_table((title, "GiB"), _build_rows(nonzero)))
     assumed = [f"assumed: {line}" for line in budget.assumptions]
-    for line in (*assumed, *describe_fit(planned)):
+    for line in (*assumed, *describe_memory_fit(planned)):
         console.print(make_printable(line), markup=False, soft_wrap=True)
 
 
-def describe_fit(planned: MemoryPlan) -> list[str]:
+def describe_memory_fit(planned: MemoryPlan) -> list[str]:
     """Text that says whether the planned run fits, and otherwise what to add to the command."""
     budget, change = planned.budget, planned.change
     if budget.gpu_bytes is None:

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from dit_lora.commands.replay_script import replay_in_script
-from dit_lora.commands.replayed import ReplayResult, describe_version_differences, run_and_diagnose
+from dit_lora.commands.replayed import ReplayResult, describe_version_differences, run_and_diagnose_micro_batch
 from dit_lora.commands.replayed_gradient import replay_gradient
 from dit_lora.config.load import load_recipe, parse_recipe
 from dit_lora.config.recipe import Recipe
@@ -20,13 +20,13 @@ from dit_lora.environment.versions import probe_environment
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.guard.replay import MicroBatch
-from dit_lora.guard.repro_bundle import Bundle, read_bundle
+from dit_lora.guard.repro_bundle import Bundle, read_replay_bundle
 from dit_lora.numerics.precision import DTYPES, Precision
 from dit_lora.training.execution.activation_checkpointing import choose_least_memory_mode, set_checkpointing
 from dit_lora.training.execution.compiled import compile_blocks
 from dit_lora.training.execution.offload import get_device_placement, offload_base
 from dit_lora.training.replayable_batch import BatchPosition, ReplayableBatch, WeightedLoss
-from dit_lora.training.tasks.registry import task_of
+from dit_lora.training.tasks.registry import get_task_of_family
 
 
 def replay_bundle(
@@ -54,7 +54,7 @@ def replay_bundle(
         DitLoraError: The bundle, the base model or the script cannot be used, or a name in `without` is unknown.
     """
     hide_progress_bars()
-    bundle = read_bundle(folder)
+    bundle = read_replay_bundle(folder)
     # Only a bundle of an external loop records calls of the model.
     if bundle.facts.keys() & {"call", "calls"}:
         if model is not None or device is not None:
@@ -86,7 +86,7 @@ def replay_bundle(
             masked_attention=masked_attention,
             notes=notes,
         )
-    return run_and_diagnose(
+    return run_and_diagnose_micro_batch(
         bundle,
         micro_batches[0],
         transformer,
@@ -144,7 +144,7 @@ def _rebuild_micro_batches(
     except DitLoraError as error:
         raise DitLoraError(f"{error}; --model names the run's base checkpoint") from error
     # Diffusion or chat: they load their models and form batches differently.
-    task = task_of(recipe.model.family)
+    task = get_task_of_family(recipe.model.family)
     digest = task.model_digest(checkpoint, recipe, Digests(checkpoint.path / "digests.json"))
     # The dtype of the run, also if this device would choose another one.
     dtype = DTYPES[bundle.facts["dtype"]]

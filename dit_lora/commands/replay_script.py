@@ -12,20 +12,20 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dit_lora.commands.replayed import ReplayResult, describe_version_differences, run_and_diagnose
+from dit_lora.commands.replayed import ReplayResult, describe_version_differences, run_and_diagnose_micro_batch
 from dit_lora.commands.replayed_gradient import replay_gradient
 from dit_lora.errors import DitLoraError, format_list
-from dit_lora.guard.attach.bundles import describe_parameters, unpack_call, unpack_step
-from dit_lora.guard.attach.calls.call_batch import CallBatch
+from dit_lora.guard.attach.bundles import describe_parameters, deserialize_model_call, deserialize_step_calls
+from dit_lora.guard.attach.calls.call_batch import RecordedCallMicroBatch
 from dit_lora.guard.attach.calls.gradient_check import make_micro_batch
 from dit_lora.guard.attach.calls.outermost_calls import OutermostCall, add_listener, remove_listener
 from dit_lora.guard.attach.guard import Guard
 from dit_lora.guard.attach.guard_json import list_package_versions
-from dit_lora.guard.attach.interception import Interceptions
+from dit_lora.guard.attach.interception import MethodInterceptions
 from dit_lora.guard.attach.run_script import run_as_main
 from dit_lora.guard.gradient_check.slopes import TOLERANCES
 from dit_lora.guard.repro_bundle import Bundle
-from dit_lora.numerics.dtensors import copy_full_values, get_original_class, needs_all_ranks
+from dit_lora.numerics.dtensors import copy_full_values, get_original_class, has_collective_forward
 from dit_lora.terminal import echo
 
 
@@ -83,7 +83,7 @@ class _ScriptReplay:
 
         It ends the script after the replay, or when no call can follow.
         """
-        interceptions = Interceptions()
+        interceptions = MethodInterceptions()
         # The script's own guard must not write into its folder: the bundle may be in there.
         interceptions.intercept_class_method(Guard, "__init__", self._create_guard_without_folder)
         # Called around each call of a module that is not inside another module's call.
@@ -101,7 +101,7 @@ class _ScriptReplay:
         finally:
             hook.remove()
             remove_listener(self._intercept_call)
-            interceptions.undo()
+            interceptions.restore_originals()
 
     def make_no_match_error(self, script: str) -> DitLoraError:
         """The error that lists all differences of the called model that is most similar to the bundle's."""
@@ -128,7 +128,7 @@ class _ScriptReplay:
 
         If the model matches the bundle, the bundle is replayed and the script is left.
         """
-        model = self._find_match(call.module)
+        model = self._find_matching_module(call.module)
         if model is not None:
             try:
                 self.result = self._replay(model)
@@ -138,7 +138,7 @@ class _ScriptReplay:
             raise _ReplayFinished
         yield
 
-    def _find_match(self, outermost: nn.Module) -> nn.Module | None:
+    def _find_matching_module(self, outermost: nn.Module) -> nn.Module | None:
         """The module that matches the bundle: the called one or, inside a wrapper, a part of it. None if none does."""
         # A wrapper such as DDP comes first, then the modules inside it.
         for module in outermost.modules():
@@ -177,13 +177,13 @@ class _ScriptReplay:
         notes = describe_version_differences(bundle, list_package_versions())
         if "calls" in bundle.facts:
             return self._replay_gradient(model, device, notes)
-        call = unpack_call(bundle, model, device)
+        call = deserialize_model_call(bundle, model, device)
         # Ranks that share sharded weights run it together, and the first one reports.
-        rank = 0 if needs_all_ranks(model) else facts["rank"]
+        rank = 0 if has_collective_forward(model) else facts["rank"]
         position = {"step": facts["step"], "micro_step": facts["micro_step"], "rank": rank}
-        return run_and_diagnose(
+        return run_and_diagnose_micro_batch(
             bundle,
-            CallBatch.from_call(call, model, **position),
+            RecordedCallMicroBatch.from_call(call, model, **position),
             model,
             fp32=self._fp32,
             without=self._without,
@@ -198,7 +198,7 @@ class _ScriptReplay:
         dtypes = {str(dtype): dtype for dtype in TOLERANCES}
         if facts["dtype"] not in dtypes:
             raise DitLoraError(f"the bundle is torn: a gradient in {facts['dtype']} cannot be checked")
-        calls = unpack_step(self._bundle, model, device)
+        calls = deserialize_step_calls(self._bundle, model, device)
         # The gradients of the outputs are in the bundle, so the loop's own loss is not needed.
         batches = [make_micro_batch(call, facts["replay"]["step"], len(calls)) for call in calls]
         with torch.enable_grad():

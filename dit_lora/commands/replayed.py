@@ -12,23 +12,23 @@ from dit_lora.guard.diagnose import diagnose
 from dit_lora.guard.diagnosis import Diagnosis, DiagnosisContext
 from dit_lora.guard.fallbacks import (
     Fallback,
-    choose_cudnn,
     convert_to_fp32,
+    enable_cudnn_unless_masked,
     find_fallback,
     list_fallbacks,
     preserve_attention_backends,
 )
-from dit_lora.guard.replay import MicroBatch, Outcome, replay_micro_batch
+from dit_lora.guard.replay import MicroBatch, ReplayOutcome, replay_micro_batch
 from dit_lora.guard.repro_bundle import Bundle
 from dit_lora.guard.state_checks import compute_weight_peak, diagnose_diverged_weights, is_unusable_magnitude
-from dit_lora.numerics.dtensors import needs_all_ranks
+from dit_lora.numerics.dtensors import has_collective_forward
 
 
 @dataclass(frozen=True)
 class ReplayResult:
     """The result of replaying a bundle."""
 
-    outcome: Outcome
+    outcome: ReplayOutcome
     diagnosis: Diagnosis | None
     """The diagnosis; None if the micro-batch was healthy."""
     sample_ids: tuple[str, ...]
@@ -66,7 +66,7 @@ class ReplayResult:
         return "\n".join([*lines, *(f"  {step}" for step in trail), *self.notes])
 
 
-def run_and_diagnose(
+def run_and_diagnose_micro_batch(
     bundle: Bundle,
     micro_batch: MicroBatch,
     model: nn.Module,
@@ -101,7 +101,7 @@ def run_and_diagnose(
             switches,
             start_peak=start,
             max_magnitude=limit,
-            collective_forward=needs_all_ranks(model),
+            collective_forward=has_collective_forward(model),
         )
         if fp32:
             stack.enter_context(convert_to_fp32(model))
@@ -120,12 +120,12 @@ def apply_replay_options(
 ) -> list[Fallback]:
     """Switch off what the run had off, and `disabled_names`, until `stack` is closed. Returns the model's fallbacks.
 
-    `masked_attention` is that of `run_and_diagnose`.
+    `masked_attention` is that of `run_and_diagnose_micro_batch`.
     """
     # Restores PyTorch's attention backends at the end.
     stack.enter_context(preserve_attention_backends())
     if masked_attention is not None:
-        choose_cudnn(masked=masked_attention)
+        enable_cudnn_unless_masked(masked=masked_attention)
     switches = list_fallbacks(model)
     names = {switch.name for switch in switches}
     # A recorded name may not exist here: another machine has other kernels and backends.

@@ -13,10 +13,10 @@ from dit_lora.commands.replayed import ReplayResult, apply_replay_options
 from dit_lora.errors import DitLoraError
 from dit_lora.guard.diagnosis import Diagnosis, DiagnosisContext
 from dit_lora.guard.fallbacks import convert_to_fp32
-from dit_lora.guard.gradient_check.cause import CauseFinding, ReplayableStep, find_gradient_cause
+from dit_lora.guard.gradient_check.cause import ReplayableStep, WrongGradientCause, find_gradient_cause
 from dit_lora.guard.gradient_check.check import GradientReport
 from dit_lora.guard.gradient_check.low_precision import check_step_gradient
-from dit_lora.guard.replay import MicroBatch, Outcome, get_cuda_devices, preserve_gradients
+from dit_lora.guard.replay import MicroBatch, ReplayOutcome, get_cuda_devices, preserve_gradients
 from dit_lora.guard.repro_bundle import Bundle
 from dit_lora.training.recovery.gradient_watch import list_gradient_fallbacks
 
@@ -29,7 +29,7 @@ class GradientReplayResult(ReplayResult):
     """The bundle's gradient against the loss that is computed here."""
     computed: GradientReport
     """The gradient that is computed here against that loss."""
-    finding: CauseFinding
+    finding: WrongGradientCause
     """The cause, if the gradient computed here is wrong."""
 
     def record(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def replay_gradient(
         dtype: The lowest precision of the model's forward pass in the run.
         fp32: Compute in fp32.
         disabled_names: Names of the guard's fallbacks to apply.
-        masked_attention: That of `run_and_diagnose`.
+        masked_attention: That of `run_and_diagnose_micro_batch`.
         notes: Messages to report with the result.
         has_losses: False if the micro-batches have no losses of their own, as calls of another loop.
     """
@@ -116,7 +116,7 @@ def replay_gradient(
             # The fault may be one of the run's machine or process, so the step's gradient is computed here too.
             losses = step.run_backward()
             computed = check_step_gradient(step)
-            finding = CauseFinding("unknown", "")
+            finding = WrongGradientCause("unknown", "")
             # A gradient that is right here has no cause to be found on this machine.
             if computed.result == "differs":
                 context = DiagnosisContext(
@@ -133,7 +133,7 @@ def replay_gradient(
         # Its own cause, which is one of a gradient, is in the finding.
         diagnosis = Diagnosis("unknown", message, micro_batches[0].step, micro_batches[0].rank, module=module)
     return GradientReplayResult(
-        Outcome(
+        ReplayOutcome(
             tuple(loss for values in losses for loss in values.tolist()) if has_losses else (),
             (),
             (),

@@ -25,7 +25,7 @@ from dit_lora.families.base import Sampler, Sampling, VideoShape
 from dit_lora.numerics.precision import choose_precision
 from dit_lora.terminal import echo
 from dit_lora.verify.expert_pair import EXPERT_FILE_PATTERNS, find_expert_results
-from dit_lora.verify.locate import ResultSource, find_source
+from dit_lora.verify.locate import ResultSource, find_result_source
 
 
 @dataclass(frozen=True)
@@ -106,17 +106,19 @@ def write_sample_cells(request: SampleRequest) -> WrittenSamples:
     if missing:
         raise DitLoraError(f"no such file: {', '.join(missing)}")
     # From here on the target is local.
-    request = _download_target(request)
+    request = _download_hub_target(request)
     # With a two-expert checkpoint, one or both experts were trained.
-    sources = [find_source(target) for target in find_expert_results(request.target)]
+    sources = [find_result_source(target) for target in find_expert_results(request.target)]
     source = sources[0]
     model = source.resolve_base(request.model)
     # Training may have added classes to the model's index.
     index = None if source.is_pipeline else source.metadata.get("index")
     family = get_family(model.family)
-    sampler: Sampler = family.open(model, index=index).with_training_metadata(source.metadata).sampler
+    sampler: Sampler = family.open(model, index=index).copy_with_training_metadata(source.metadata).sampler
     video = source.metadata.get("video", {})
-    shape = VideoShape(*(_get_value(name, getattr(request, name), video) for name in ("frames", "height", "width")))
+    shape = VideoShape(
+        *(_get_sampling_setting(name, getattr(request, name), video) for name in ("frames", "height", "width"))
+    )
     # Before the pipeline is loaded.
     sampler.info.check_shape(shape)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -126,7 +128,7 @@ def write_sample_cells(request: SampleRequest) -> WrittenSamples:
     _load_adapters(request, pipeline, sources, family.comfyui)
     # After the adapters: they move with the models that they are attached to.
     sampler.move_to_device(pipeline, device)
-    fps = None if shape.frames == 1 else _get_value("fps", request.fps, video)
+    fps = None if shape.frames == 1 else _get_sampling_setting("fps", request.fps, video)
     sampling = Sampling(
         shape,
         request.inference_steps,
@@ -206,7 +208,7 @@ def _load_adapters(
     pipelines = [source.file for source in sources if source.is_pipeline]
     if pipelines and option:
         raise DitLoraError(f"{option} needs an adapter, and {pipelines[0]} is a whole model")
-    other_sources = [find_source(path) for path, _ in request.other_adapters]
+    other_sources = [find_result_source(path) for path, _ in request.other_adapters]
     trained = [source.file for source in (*sources, *other_sources) if source.file.with_name(BASE_FILE).is_file()]
     if trained and option:
         raise DitLoraError(
@@ -226,7 +228,7 @@ def _load_adapters(
         set_adapter_weights(pipeline, [name for name in names if name], weights)
 
 
-def _download_target(request: SampleRequest) -> SampleRequest:
+def _download_hub_target(request: SampleRequest) -> SampleRequest:
     """Download a Hub repository and return the request with its local folder. Samples then go to samples/NAME."""
     files = (ADAPTER_FILE, BASE_FILE, *INDEX_FILES, *EXPERT_FILE_PATTERNS, *PEFT_FILES)
     folder = resolve_result_folder(request.target, files)
@@ -239,7 +241,7 @@ def _download_target(request: SampleRequest) -> SampleRequest:
     return replace(request, target=folder, output_folder=output_folder)
 
 
-def _get_value(name: str, requested: Any, metadata: Mapping[str, Any]) -> Any:
+def _get_sampling_setting(name: str, requested: Any, metadata: Mapping[str, Any]) -> Any:
     """A requested setting for samples, or the one from training if it is None.
 
     Raises `DitLoraError` if there is neither.

@@ -22,7 +22,7 @@ from dit_lora.numerics.precision import choose_precision
 from dit_lora.training.tasks.chat.answerer import find_origin
 from dit_lora.verify.chat_model import ChatReferenceModel
 from dit_lora.verify.diffusion_model import DiffusionReferenceModel
-from dit_lora.verify.locate import find_pipeline_folder, find_source
+from dit_lora.verify.locate import find_pipeline_folder, find_result_source
 from dit_lora.verify.pipeline_checks import check_pipeline_files
 from dit_lora.verify.reference_model import ReferenceModel
 from dit_lora.verify.verified_files import (
@@ -33,7 +33,13 @@ from dit_lora.verify.verified_files import (
     read_verification,
     write_verification,
 )
-from dit_lora.verify.verify import Verification, VerificationTarget, check_adapter, check_pipeline, fail_if_unreadable
+from dit_lora.verify.verify import (
+    Verification,
+    VerificationTarget,
+    check_adapter,
+    check_pipeline,
+    raise_check_failed_if_unreadable,
+)
 
 TargetKind = Literal["diffusion", "chat", "pipeline"]
 
@@ -73,10 +79,10 @@ class VerifyTarget:
         if self.model.family in CHAT_FAMILIES:
             viewing = self.metadata.get("viewing")
             chat: ChatCheckpoint = family.open(self.model)
-            return ChatReferenceModel(chat.with_vision_settings(VisionSettings(**viewing)) if viewing else chat)
+            return ChatReferenceModel(chat.copy_with_vision_settings(VisionSettings(**viewing)) if viewing else chat)
         # Training may have added classes to the model's index.
         index = self.metadata.get("index") if self.kind == "diffusion" else None
-        return DiffusionReferenceModel(family.open(self.model, index=index).with_training_metadata(self.metadata))
+        return DiffusionReferenceModel(family.open(self.model, index=index).copy_with_training_metadata(self.metadata))
 
 
 def find_target(target: Path, model: str | None) -> VerifyTarget:
@@ -91,14 +97,14 @@ def find_target(target: Path, model: str | None) -> VerifyTarget:
     """
     if not target.exists():
         raise DitLoraError(f"{target} does not exist; give a run's folder, or an adapter's folder or file")
-    # Look for a chat adapter first: `find_source` raises for a folder in PEFT's format.
+    # Look for a chat adapter first: `find_result_source` raises for a folder in PEFT's format.
     chat = None if find_pipeline_folder(target) else _find_chat_folder(target)
     if chat is not None:
         peft_file = chat / CHAT_ADAPTER_FILE
         # Some kinds of adapters for diffusion models are saved in PEFT's format, too.
         if not (is_in_peft_format(peft_file) and read_run_metadata(peft_file).get("family") in DIFFUSION_FAMILIES):
             return _make_chat_target(chat, model)
-    source = find_source(target)
+    source = find_result_source(target)
     base = source.resolve_base(model)
     if source.is_pipeline:
         # Read the headers now, so that the error names the corrupt file; the loader's error would not.
@@ -133,7 +139,7 @@ def _make_chat_target(folder: Path, model: str | None) -> VerifyTarget:
     return VerifyTarget("chat", file, find_origin(folder, model).model, metadata)
 
 
-@fail_if_unreadable()
+@raise_check_failed_if_unreadable()
 def verify_adapter(target: Path, model: str | None = None, *, allow_extreme_update: bool = False) -> Verification:
     """Verify a run's result, an adapter's folder or file, or a pipeline's folder, on its base checkpoint.
 
@@ -157,10 +163,10 @@ def verify_adapter(target: Path, model: str | None = None, *, allow_extreme_upda
     digests = compute_digests(run, list_result_files(*source.result_location))
     changed = find_changed_files(run)
     checked = replace(_run_checks(source, allow_extreme_update), files=digests)
-    return _update_record(run, checked, changed) if checked.passed else checked
+    return _update_verification_file(run, checked, changed) if checked.passed else checked
 
 
-def _update_record(run: Path, verification: Verification, changed: Sequence[str]) -> Verification:
+def _update_verification_file(run: Path, verification: Verification, changed: Sequence[str]) -> Verification:
     """Write the run's verification.json if it is missing, or if it was written for other adapter files."""
     path = run / VERIFICATION_FILE
     stored = read_verification(run)

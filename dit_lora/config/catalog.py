@@ -21,7 +21,7 @@ from dit_lora.errors import DitLoraError, format_list
 _CPU_FOLDERS = ("demo/", "smoke/")
 
 
-def find_packaged_files() -> Path:
+def find_packaged_files_root() -> Path:
     """The folder with recipes/ and accelerate_configs/: inside the installed package, or the root of a checkout.
 
     Raises `DitLoraError` if the installation lacks them.
@@ -41,7 +41,7 @@ def find_packaged_files() -> Path:
 @cache
 def _list_recipe_folders() -> tuple[Path, ...]:
     """Folders of recipes: this package's, and those that other packages name by the entry point `dit_lora.recipes`."""
-    folders = [find_packaged_files() / "recipes"]
+    folders = [find_packaged_files_root() / "recipes"]
     for point in entry_points(group="dit_lora.recipes"):
         package, *subpackages = point.value.split(".")
         # Finding a package at the top runs none of its code.
@@ -88,7 +88,7 @@ def load_packaged_recipes() -> list["PackagedRecipe"]:
 
 def list_accelerate_configs() -> dict[str, Path]:
     """Paths of the Accelerate configs by name, such as `one_gpu`."""
-    paths = (find_packaged_files() / "accelerate_configs").glob("*.yaml")
+    paths = (find_packaged_files_root() / "accelerate_configs").glob("*.yaml")
     return {path.stem: path for path in sorted(paths)}
 
 
@@ -171,7 +171,7 @@ class PackagedRecipe:
         # The package's own files need none of the checks of `parse_yaml`, which take 20 times as long.
         return yaml.load(self.text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
-    def require_complete(self) -> None:
+    def require_complete_recipe(self) -> None:
         """Raise `DitLoraError` if the recipe lacks what commands read of it, as one of another package may."""
         try:
             missing = [label for label in ("Title", "Task", "Memory", "Time") if label not in self.facts]
@@ -183,9 +183,9 @@ class PackagedRecipe:
         if missing:
             raise DitLoraError(f"recipe {self.name} lacks {', '.join(missing)}; compare it with smoke/sd3")
 
-    def record(self, defaults: Mapping[str, str]) -> dict[str, Any]:
+    def to_json_entry(self, defaults: Mapping[str, str]) -> dict[str, Any]:
         """A packaged recipe's entry in the output of `dit-lora recipes --json`. Raises `DitLoraError`."""
-        self.require_complete()
+        self.require_complete_recipe()
         return {
             "name": self.name,
             "family": self.values["model"]["family"],
@@ -233,7 +233,7 @@ def write_run_folder(recipe: PackagedRecipe, output_folder: Path, config: str) -
     Paths and commands in these files are adapted to the folder. `output_folder` must be empty or absent; raises
     `DitLoraError`.
     """
-    root = find_packaged_files()
+    root = find_packaged_files_root()
     script = (root / "recipes" / "lora.py").read_text(encoding="utf-8")
     # The examples in the script name this recipe.
     script = re.sub(r"recipes/[\w.]+/[\w.]+\.yaml", recipe.file_name, script)
@@ -257,7 +257,7 @@ def write_run_folder(recipe: PackagedRecipe, output_folder: Path, config: str) -
 
 def is_edited_script(script: Path) -> bool:
     """True if a training script in a run's folder has other code than the one that `write_run_folder` writes."""
-    texts = [path.read_bytes() for path in (script, find_packaged_files() / "recipes" / "lora.py")]
+    texts = [path.read_bytes() for path in (script, find_packaged_files_root() / "recipes" / "lora.py")]
     try:
         # Only the docstring, which comes first, and the usage name the recipe and the script.
         modules = [ast.parse(text.replace(b"recipes/lora.py", b"lora.py")) for text in texts]

@@ -8,7 +8,7 @@ EXPERT_NAMES = {"transformer": "high_noise", "transformer_2": "low_noise"}
 """Names of a checkpoint's two experts by component. Their files and folders end with these names."""
 
 
-def in_turn(recipe: Recipe) -> tuple[Recipe, ...]:
+def split_recipe_by_expert(recipe: Recipe) -> tuple[Recipe, ...]:
     """The recipes to train one after another: one per expert if `model.part` is both, else the recipe itself.
 
     Each is a complete run in a folder below run.dir with its share of `train.steps`; both use one cache. The second

@@ -89,11 +89,11 @@ def build_recipe_schema() -> dict[str, Any]:
     schema = Recipe.model_json_schema()
     for section in (schema, *schema["$defs"].values()):
         for entry in section.get("properties", {}).values():
-            _allow_single_text(entry)
+            _allow_single_text_in_schema(entry)
     return schema
 
 
-def _allow_single_text(entry: dict[str, Any]) -> None:
+def _allow_single_text_in_schema(entry: dict[str, Any]) -> None:
     """Change a key's JSON Schema so that a list of texts also takes a single one, as the recipe's sections do."""
     choices = entry.get("anyOf", [entry])
     items = [choice["items"] for choice in choices if choice.get("type") == "array" and "items" in choice]

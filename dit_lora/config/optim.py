@@ -97,7 +97,7 @@ class OptimConfig(Section):
             )
         return eps
 
-    def find_rate_problems(self, groups: Mapping[str, GroupConfig]) -> list[str]:
+    def find_learning_rate_problems(self, groups: Mapping[str, GroupConfig]) -> list[str]:
         """Messages why the optimizer cannot train these groups. Prodigy finds one learning rate for all groups."""
         record = OPTIMIZERS[self.name]
         if record.lr_bounds is None:

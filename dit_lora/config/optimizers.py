@@ -1,7 +1,7 @@
 """One record per optimizer with everything the package knows about it. Recipes look it up by name.
 
 `Guard.attach` also accepts optimizers without a record. Their state tensors are looked up under the names of all
-records, which `collect_names` collects.
+records, which `collect_optimizer_names` collects.
 """
 
 import math
@@ -71,7 +71,7 @@ class OptimizerRecord:
         return self.class_path.partition(":")[2]
 
 
-def collect_names(get_names: Callable[[OptimizerRecord], tuple[str, ...]]) -> tuple[str, ...]:
+def collect_optimizer_names(get_names: Callable[[OptimizerRecord], tuple[str, ...]]) -> tuple[str, ...]:
     """Names that `get_names` returns for any of the known optimizers, without duplicates."""
     return tuple(dict.fromkeys(name for record in OPTIMIZERS.values() for name in get_names(record)))
 

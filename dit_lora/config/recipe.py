@@ -360,7 +360,7 @@ class Recipe(Section):
         groups = self.optim.groups.get_configured_groups()
         if self.train.mode == "full":
             groups.pop("adapter", None)  # set by default, but mode `full` has no adapter
-        problems = self.optim.find_rate_problems(groups)
+        problems = self.optim.find_learning_rate_problems(groups)
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -390,7 +390,7 @@ class Recipe(Section):
         return self
 
     @property
-    def keeps_distillation(self) -> bool:
+    def has_distillation_safeguard(self) -> bool:
         """True if the recipe has something that keeps a distilled checkpoint's sampling: a frozen adapter that may
         undo the distillation in training, or a guided target."""
         return bool(self.lora.under) or self.train.target == "guided"

@@ -31,7 +31,7 @@ class FormField:
     is_number: bool
 
 
-def list_fields(recipe: Path) -> list[FormField]:
+def list_form_fields(recipe: Path) -> list[FormField]:
     """The fields of the form, with the values of a recipe."""
     values = load_recipe(recipe).model_dump(mode="json")
     fields = []

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypeVar
 from pydantic import AllowInfNan, ConfigDict, Field, Strict, StringConstraints, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from dit_lora.files import read_regular
+from dit_lora.files import read_regular_file
 from dit_lora.parsing import ParseError, parse_json
 from dit_lora.terminal import make_one_line
 
@@ -30,7 +30,7 @@ Module = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*
 Dtype = Annotated[str, StringConstraints(pattern=r"^torch\.(float|bfloat)[0-9]{1,2}(_[a-z0-9]+)?$")]
 
 
-class _Record(TypedDict):
+class _JsonRecord(TypedDict):
     """A JSON object. Unknown keys are kept, and values are not converted."""
 
     __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
@@ -42,7 +42,7 @@ class Manifest(TypedDict):
     sha256: dict[str, str]
 
 
-class CheckpointState(_Record):
+class CheckpointState(_JsonRecord):
     """state.json of a training checkpoint."""
 
     step: Count
@@ -51,13 +51,13 @@ class CheckpointState(_Record):
     place: NotRequired[dict[str, Any]]
 
 
-class Status(_Record):
+class Status(_JsonRecord):
     """status.json of a run."""
 
     state: NotRequired[str]
 
 
-class VerifiedFiles(_Record):
+class VerifiedFiles(_JsonRecord):
     """The keys of verification.json that are read; earlier versions have no digests."""
 
     files: NotRequired[dict[str, str]]
@@ -65,7 +65,7 @@ class VerifiedFiles(_Record):
     passed: NotRequired[bool]
 
 
-class Answer(_Record):
+class Answer(_JsonRecord):
     """A chat model's answer to one validation prompt, as stored in answers.json."""
 
     prompt: NotRequired[str]
@@ -73,7 +73,7 @@ class Answer(_Record):
     answer: NotRequired[str]
 
 
-class FrozenAdapterRecord(_Record):
+class FrozenAdapterRecord(_JsonRecord):
     """A frozen adapter that was active while a result was trained."""
 
     name: str
@@ -81,15 +81,15 @@ class FrozenAdapterRecord(_Record):
     in_samples: bool
 
 
-class NamedFile(_Record):
+class NamedFile(_JsonRecord):
     name: str
 
 
-class ViewingRecord(_Record):
+class ViewingRecord(_JsonRecord):
     """How frames of media are chosen for a chat model: the fields of `Viewing`."""
 
 
-class Video(_Record):
+class Video(_JsonRecord):
     """Shape of the training samples: number of frames, height and width in pixels, and frames per second."""
 
     frames: NotRequired[Count | None]
@@ -98,7 +98,7 @@ class Video(_Record):
     fps: NotRequired[Number | None]
 
 
-class RunMetadata(_Record):
+class RunMetadata(_JsonRecord):
     """The run's own entry in an adapter's header; empty for an adapter of another program."""
 
     family: NotRequired[str]
@@ -128,7 +128,7 @@ class RunMetadata(_Record):
     reference_resolution: NotRequired[Int64 | None]
 
 
-class AdapterConfig(_Record):
+class AdapterConfig(_JsonRecord):
     """The keys of PEFT's adapter config that are read."""
 
     peft_type: NotRequired[str | None]
@@ -146,7 +146,7 @@ class AdapterConfig(_Record):
     modules_to_save: NotRequired[list[str] | None]
 
 
-class Replay(_Record):
+class Replay(_JsonRecord):
     """Position of a failed micro-batch in a run, as stored in a replay bundle."""
 
     step: Count
@@ -157,20 +157,20 @@ class Replay(_Record):
     faults: NotRequired[dict[str, Any]]
 
 
-class EventRecord(_Record):
+class EventRecord(_JsonRecord):
     kind: str
 
 
 _Class = TypedDict("_Class", {"class": Name})
 
 
-class CalledModel(_Class, _Record):
+class CalledModel(_Class, _JsonRecord):
     """The model of an external training loop: its class, and "name shape" for each parameter."""
 
     parameters: list[Annotated[str, StringConstraints(pattern=r"^\S.* \S+$")]]
 
 
-class BundleFacts(_Record):
+class BundleFacts(_JsonRecord):
     """bundle.json. A run's bundle has `recipe` and `dtype`; an external loop's has `call` and `model`.
 
     The bundle of a wrong gradient has `micro_batches`; an external loop's also has `calls` in place of `call`, and
@@ -193,7 +193,7 @@ class BundleFacts(_Record):
     micro_batches: NotRequired[list[Replay]]
 
 
-class PipelineFacts(_Class, _Record):
+class PipelineFacts(_Class, _JsonRecord):
     """The entry of facts.json about a pipeline, from which the model card's code is generated."""
 
     module: Module
@@ -216,7 +216,7 @@ class PipelineFacts(_Class, _Record):
     in_fp32: list[Name]
 
 
-class ModelFacts(_Class, _Record):
+class ModelFacts(_Class, _JsonRecord):
     """The entry of facts.json about a chat model's class."""
 
     module: Module
@@ -232,7 +232,7 @@ class NumberSummary(TypedDict):
     sum: Number
 
 
-class ClipDataFacts(_Record):
+class ClipDataFacts(_JsonRecord):
     """The entry of facts.json about clips or images."""
 
     kind: Literal["images", "clips"]
@@ -252,7 +252,7 @@ class ClipDataFacts(_Record):
     classes: NotRequired[Count]
 
 
-class ConversationDataFacts(_Record):
+class ConversationDataFacts(_JsonRecord):
     """The entry of facts.json about conversations."""
 
     kind: Literal["conversations"]
@@ -264,25 +264,25 @@ class ConversationDataFacts(_Record):
     seconds: NumberSummary | None
 
 
-class ChatTemplateFile(_Record):
+class ChatTemplateFile(_JsonRecord):
     """chat_template.json of older chat checkpoints."""
 
     chat_template: str
 
 
-class WeightMap(_Record):
+class WeightMap(_JsonRecord):
     """The index file of a model that is split into several files."""
 
     weight_map: dict[str, str]
 
 
-class GroupInCard(_Record):
+class GroupInCard(_JsonRecord):
     """One parameter group of config.yaml, as far as the model card shows it."""
 
     lr: NotRequired[Number]
 
 
-class OptimInCard(_Record):
+class OptimInCard(_JsonRecord):
     """`optim` of config.yaml, as far as the model card shows it."""
 
     name: str
@@ -291,7 +291,7 @@ class OptimInCard(_Record):
     groups: dict[str, GroupInCard | None]
 
 
-class TrainInCard(_Record):
+class TrainInCard(_JsonRecord):
     """`train` of config.yaml, as far as the model card shows it."""
 
     batch_size: Count
@@ -300,7 +300,7 @@ class TrainInCard(_Record):
     ema: NotRequired[Number | None]
 
 
-class DataInCard(_Record):
+class DataInCard(_JsonRecord):
     """`data` of config.yaml, as far as the model card shows it."""
 
     caption_dropout: Number
@@ -309,14 +309,14 @@ class DataInCard(_Record):
     reference_folders: NotRequired[list[str] | None]
 
 
-class LoraInCard(_Record):
+class LoraInCard(_JsonRecord):
     """`lora` of config.yaml, as far as a pushed copy changes it."""
 
     init: NotRequired[str]
     under: NotRequired[list[dict[str, Any]] | None]
 
 
-class ValidationInCard(_Record):
+class ValidationInCard(_JsonRecord):
     """`validation` of config.yaml, as far as a pushed copy changes it and the card shows it."""
 
     prompts: NotRequired[list[Any] | None]
@@ -327,7 +327,7 @@ class ValidationInCard(_Record):
     model: NotRequired[str | None]
 
 
-class ConfigInCard(_Record):
+class ConfigInCard(_JsonRecord):
     """config.yaml of a run, as far as the model card shows it."""
 
     model: dict[str, Any]
@@ -338,20 +338,20 @@ class ConfigInCard(_Record):
     validation: NotRequired[ValidationInCard | None]
 
 
-class CheckInCard(_Record):
+class CheckInCard(_JsonRecord):
     """One check in verification.json."""
 
     passed: NotRequired[bool]
     words: NotRequired[str]
 
 
-class VerificationInCard(_Record):
+class VerificationInCard(_JsonRecord):
     """verification.json, as far as the model card shows it."""
 
     checks: dict[str, CheckInCard]
 
 
-class EnvironmentInCard(_Record):
+class EnvironmentInCard(_JsonRecord):
     """environment.json, as far as the model card shows it."""
 
     processes: NotRequired[Count]
@@ -359,7 +359,7 @@ class EnvironmentInCard(_Record):
     devices: NotRequired[list[dict[str, Any]] | None]
 
 
-class Facts(_Record):
+class RunFacts(_JsonRecord):
     """facts.json of a run."""
 
     data: Annotated[ClipDataFacts | ConversationDataFacts, Field(discriminator="kind")]
@@ -373,7 +373,7 @@ def read_typed_json(path: Path, value_type: type[T]) -> T:
     Raises `OSError` if it cannot be read, and `ParseError`, which names the file and the field, if it is not JSON of
     this type, has a key twice, or is not UTF-8.
     """
-    return parse_typed_json(read_regular(path), value_type, str(path))
+    return parse_typed_json(read_regular_file(path), value_type, str(path))
 
 
 def parse_typed_json(text: str | bytes, value_type: type[T], description: str) -> T:

@@ -35,7 +35,7 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _accept_single_text(cls, value: Any, info: ValidationInfo) -> Any:
+    def _wrap_single_text_in_list(cls, value: Any, info: ValidationInfo) -> Any:
         # `run.trackers=wandb` means a list of one.
         if not isinstance(value, str):
             return value

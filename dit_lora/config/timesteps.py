@@ -39,7 +39,7 @@ class TimestepsConfig(Section):
     """Noise level that every draw is below."""
 
     @model_validator(mode="after")
-    def _check_parameters(self) -> "TimestepsConfig":
+    def _check_distribution_parameters(self) -> "TimestepsConfig":
         # A parameter that its density ignores is a mistake, so it is refused.
         for name, densities in _PARAMETER_DENSITIES.items():
             if getattr(self, name) is not None and (self.density or "logit_normal") not in densities:

@@ -60,7 +60,7 @@ class ValidationConfig(Section):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _read_old_keys(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _accept_outdated_keys(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Validate the `validation` section, accept keys of earlier versions, and remember which of them were used."""
         if not isinstance(values, dict):
             return handler(values)

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from dit_lora.files import open_regular
+from dit_lora.files import open_regular_file
 from dit_lora.parsing import DEPTH_MESSAGE, DIGITS_MESSAGE, MAX_DIGITS, MAX_LEVELS, ParseError, convert_to_parse_error
 
 MAX_NODES = 100_000
@@ -31,7 +31,7 @@ def parse_yaml(text: str) -> Any:
     if len(text) > MAX_YAML_CHARACTERS:
         raise ParseError(f"it has {len(text):,} characters, more than the limit of {MAX_YAML_CHARACTERS:,}")
     try:
-        _check_size(text)
+        _check_document_size(text)
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
     except yaml.YAMLError as error:
         raise ParseError(" ".join(str(error).split())) from error
@@ -40,10 +40,10 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_yaml(path: Path) -> Any:
-    """Parse a YAML file; raises `OSError` as `open_regular` does, or `ParseError` that names the file."""
+    """Parse a YAML file; raises `OSError` as `open_regular_file` does, or `ParseError` that names the file."""
     try:
         # A named pipe would wait for its writer.
-        with TextIOWrapper(open_regular(path), encoding="utf-8") as file:
+        with TextIOWrapper(open_regular_file(path), encoding="utf-8") as file:
             # One character more than allowed, so that a longer file is refused without being read completely.
             return parse_yaml(file.read(MAX_YAML_CHARACTERS + 1))
     except UnicodeDecodeError as error:
@@ -90,7 +90,7 @@ class _OpenCollection:
     """Its depth, including the deepest node inside it."""
 
 
-def _check_size(text: str) -> None:
+def _check_document_size(text: str) -> None:
     """Raise `ParseError` if a document has too many nodes or levels; they are counted before any value is built."""
     sizes: dict[str | None, tuple[int, int]] = {}
     """Numbers of nodes and levels by anchor, for aliases."""

@@ -52,7 +52,7 @@ def enable_waiting_in_worker(_worker: int) -> None:
     _max_wait_s = MAX_WAIT_S
 
 
-def is_waiting() -> bool:
+def waits_for_storage() -> bool:
     """True if this process waits for unreachable files."""
     return _max_wait_s > 0
 

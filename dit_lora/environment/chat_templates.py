@@ -42,7 +42,7 @@ class ChatTemplateError(DitLoraError, TemplateError):
     """Raised if a chat template cannot be rendered, or exceeds the limits."""
 
 
-class _Renderer:
+class _ChatTemplateRenderer:
     """Runs Transformers' function for rendering chat templates in a forked process, to limit its time and memory."""
 
     def __init__(self, function: Any) -> None:
@@ -65,7 +65,7 @@ class _Renderer:
                 )
             # After a fork the child belongs to the parent process: this process needs its own.
             if self._owner_pid != os.getpid():
-                self._start()
+                self._start_process()
             assert self._connection is not None
             try:
                 self._connection.send((args, options))
@@ -83,7 +83,7 @@ class _Renderer:
             raise ChatTemplateError(f"the checkpoint's chat template fails: {answer['error']}")
         return tuple(answer["rendered"])
 
-    def _start(self) -> None:
+    def _start_process(self) -> None:
         parent_end, child_end = Pipe()
         child = os.fork()
         if child == 0:
@@ -93,7 +93,7 @@ class _Renderer:
                 descriptor, max_files = child_end.fileno(), get_max_open_files()
                 os.closerange(3, descriptor)
                 os.closerange(descriptor + 1, max_files)
-                self._serve(child_end)
+                self._run_render_loop(child_end)
             finally:
                 os._exit(0)  # skip atexit handlers and buffers, which belong to the parent
         # The parent's copy: while it is open, the end of the child would not be noticed.
@@ -109,7 +109,7 @@ class _Renderer:
         os.waitpid(self._child_pid, 0)
         self._owner_pid, self._child_pid, self._connection = 0, 0, None
 
-    def _serve(self, connection: Connection) -> None:
+    def _run_render_loop(self, connection: Connection) -> None:
         """Render templates in the child process until the parent closes the connection."""
         # A collection would write to memory pages that are shared with the parent, and so copy them.
         gc.disable()
@@ -151,7 +151,7 @@ def limit_chat_template_rendering() -> None:
 
     # Both modules have imported the function by name, so it is replaced in each.
     modules: tuple[Any, ...] = (tokenization_utils_base, processing_utils)
-    if not isinstance(tokenization_utils_base.render_jinja_template, _Renderer):
-        renderer = _Renderer(tokenization_utils_base.render_jinja_template)
+    if not isinstance(tokenization_utils_base.render_jinja_template, _ChatTemplateRenderer):
+        renderer = _ChatTemplateRenderer(tokenization_utils_base.render_jinja_template)
         for module in modules:
             module.render_jinja_template = renderer

@@ -62,7 +62,7 @@ class CommandJob:
         except OSError:
             return ""
 
-    def read_answer(self) -> dict[str, Any] | None:
+    def read_json_output(self) -> dict[str, Any] | None:
         """What a command with `--json` has printed; None while it runs, or if it printed something else."""
         # A document that is still being written looks like a damaged one.
         if self.is_active:

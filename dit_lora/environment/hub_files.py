@@ -6,7 +6,7 @@ from pathlib import Path
 from dit_lora.config.recipe import ModelConfig, find_repo_id_problem
 from dit_lora.config.remedies import HUB_PREFIX, describe_missing_model, get_hub_name, suggest_hub_prefix
 from dit_lora.errors import DitLoraError
-from dit_lora.files import require_regular
+from dit_lora.files import require_regular_files
 
 
 def resolve_model_folder(model: ModelConfig, patterns: Sequence[str]) -> Path:
@@ -17,7 +17,7 @@ def resolve_model_folder(model: ModelConfig, patterns: Sequence[str]) -> Path:
     # A local folder has priority over a repository of the same name.
     folder = Path(model.path).expanduser()
     if folder.is_dir():
-        require_regular(folder)
+        require_regular_files(folder)
         return folder
     name = get_hub_name(model.path)
     if name is None:

@@ -11,7 +11,7 @@ from typing import Any
 from dit_lora.config.remedies import get_hub_name
 from dit_lora.environment.hub_kernels import read_configs_without_kernels
 from dit_lora.errors import DitLoraError
-from dit_lora.files import require_regular
+from dit_lora.files import require_regular_files
 
 
 def load_pretrained(model_class: Any, source: str | Path, **options: Any) -> Any:
@@ -32,7 +32,7 @@ def load_pretrained(model_class: Any, source: str | Path, **options: Any) -> Any
         if name is None:
             raise DitLoraError(f"the folder {source} does not exist")
     else:
-        require_regular(folder)
+        require_regular_files(folder)
     if issubclass(model_class, ModularPipeline):
         if name is not None:
             raise DitLoraError(f"{name}: a modular pipeline is loaded from a folder; download it first")

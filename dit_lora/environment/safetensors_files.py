@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from dit_lora.errors import DitLoraError
-from dit_lora.files import open_regular
+from dit_lora.files import open_regular_file
 from dit_lora.parsing import parse_json
 
 MAX_TENSORS = 100_000
@@ -55,7 +55,7 @@ def open_safetensors(file: Path) -> Iterator[Any]:
     """
     try:
         # safetensors would wait forever on a named pipe.
-        open_regular(file).close()
+        open_regular_file(file).close()
         # Reads the header only; tensors are mapped into memory when they are asked for.
         opened = safe_open(file, framework="pt")
     except OSError as error:

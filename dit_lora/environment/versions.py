@@ -141,7 +141,7 @@ class VersionProblem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KnownBad(VersionProblem):
+class KnownBadVersions(VersionProblem):
     """A combination of package versions with a known defect, and the workaround."""
 
     matches: Callable[[Environment], bool]
@@ -173,8 +173,8 @@ def _has_mismatched_torchvision(env: Environment) -> bool:
     return vision[1] != torch[1] + 15 or cuda_on_cpu
 
 
-KNOWN_BAD: tuple[KnownBad, ...] = (
-    KnownBad(
+KNOWN_BAD: tuple[KnownBadVersions, ...] = (
+    KnownBadVersions(
         "cudnn-sdpa-backward",
         "handled",
         "cuDNN's attention backward gives NaN gradients with a mask (reported on H100 and H200)",
@@ -182,7 +182,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
         "https://github.com/pytorch/pytorch/issues/196678",
         matches=lambda env: bool(env.torch_cuda and env.devices) and _is_within(env, "torch", (2, 11, 0)),
     ),
-    KnownBad(
+    KnownBadVersions(
         "sdpa-before-2.5.1",
         "refuse",
         "the loss is NaN from the first step; torch 2.5.1 cured it for most who reported it",
@@ -190,7 +190,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
         "https://github.com/huggingface/finetrainers/issues/143",
         matches=lambda env: _is_within(env, "torch", (0, 0, 0), (2, 5, 1)),
     ),
-    KnownBad(
+    KnownBadVersions(
         "peft-half-adapters",
         "refuse",
         "PEFT 0.5 to 0.11 makes half-precision adapters, and in fp16 AdamW's eps of 1e-8 is zero",
@@ -198,7 +198,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
         "https://github.com/huggingface/peft/pull/1706",
         matches=lambda env: _is_within(env, "peft", (0, 5, 0), (0, 12, 0)),
     ),
-    KnownBad(
+    KnownBadVersions(
         "flash-attn-cuda-12.4",
         "refuse",
         "with flash-attn on CUDA 12.4 a DiT's loss was reported to turn NaN after some epochs",
@@ -206,7 +206,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
         "https://github.com/NUS-HPC-AI-Lab/VideoSys/issues/107",
         matches=lambda env: "flash-attn" in env.versions and env.torch_cuda == "12.4",
     ),
-    KnownBad(
+    KnownBadVersions(
         "torchvision-of-another-torch",
         "refuse",
         "not built for this torch: T5's import fails, operator torchvision::nms does not exist",
@@ -237,19 +237,19 @@ def get_package_status(name: str, env: Environment) -> Status:
     return "tested" if exact else "in range"
 
 
-def find_problems(env: Environment) -> list[VersionProblem]:
+def find_version_problems(env: Environment) -> list[VersionProblem]:
     """Problems of the installed packages: versions outside their range, untested ones, and known-bad combinations."""
     # None for packages without a problem.
     versions = (_find_version_problem(name, env) for name in TESTED)
     return [*filter(None, versions), *(bad for bad in KNOWN_BAD if bad.matches(env))]
 
 
-def require_compatible(env: Environment, allow_untested: bool) -> list[str]:
+def require_compatible_versions(env: Environment, allow_untested: bool) -> list[str]:
     """Check the installed versions; returns warnings, or raises one `DitLoraError` that lists all refused versions.
 
     With `allow_untested`, refusals are returned as warnings. Problems that the run handles are left out.
     """
-    issues = find_problems(env)
+    issues = find_version_problems(env)
     # All at once, so that one command can correct them.
     refused = [str(problem) for problem in issues if problem.severity == "refuse"]
     if refused and not allow_untested:

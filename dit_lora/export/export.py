@@ -31,16 +31,16 @@ from dit_lora.export.meta_model import (
     replace_weights_with_zeros,
 )
 from dit_lora.export.non_lora import find_non_lora_kind, load_non_lora_adapter
-from dit_lora.export.weight_delta import collect_weight_updates, require_same_updates, sum_updates
+from dit_lora.export.weight_delta import collect_weight_updates, require_same_updates, sum_lora_updates
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint, Denoiser
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.without_weights import build_from_configs, config_only_model
-from dit_lora.files import stage_folder
+from dit_lora.files import write_folder_atomically
 from dit_lora.training.tasks.chat.answerer import find_origin
 from dit_lora.training.tasks.diffusion.samples import make_progress_bar
 from dit_lora.verify.expert_pair import find_expert_results
-from dit_lora.verify.locate import ADAPTER_FILENAMES, ResultSource, find_source, is_chat
+from dit_lora.verify.locate import ADAPTER_FILENAMES, ResultSource, find_result_source, is_chat_result
 
 ExportFormat = LoraFormat | Literal["merged"]
 MessageCallback = Callable[[str], None]
@@ -77,7 +77,7 @@ def choose_default_format(target: Path, model: str | None) -> ExportFormat:
     A chat model's adapter is in PEFT's format already, so its export is the whole checkpoint. `model` is the base
     checkpoint, or None. Raises `DitLoraError` if there is no adapter.
     """
-    if is_chat(target, model):
+    if is_chat_result(target, model):
         return "merged"
     source = find_adapter(find_expert_results(target)[0])
     return "peft" if find_non_lora_kind(source.file) in PEFT_ONLY_KINDS else "diffusers"
@@ -108,7 +108,7 @@ def export_and_report(request: ExportRequest, say: MessageCallback = lambda _: N
         raise DitLoraError(f"{request.output_dir} already exists; choose another folder, or remove it")
     # Check the weights before anything is loaded.
     weights = _check_weights(request)
-    if is_chat(request.targets[0], request.model):
+    if is_chat_result(request.targets[0], request.model):
         _export_chat(request, say)
         return []
     # Each target resolves to one result, or to two for a run of both experts.
@@ -118,7 +118,7 @@ def export_and_report(request: ExportRequest, say: MessageCallback = lambda _: N
     sources = [find_adapter(target) for (target,) in experts]
     _require_same_base(sources)
     base = sources[0].resolve_base(request.model)
-    with config_only_model(base) as configs, stage_folder(request.output_dir) as staged:
+    with config_only_model(base) as configs, write_folder_atomically(request.output_dir) as staged:
         # Entries of model_index.json that training replaced, such as the pipeline's class.
         index = sources[0].metadata.get("index") or {}
         family = get_family(base.family)
@@ -159,13 +159,13 @@ def _export_expert_pair(
     if request.export_format != "merged":
         results: list[LowRankResult] = []
 
-        def write_expert(expert: str, expert_dir: Path) -> None:
+        def write_expert_adapter(expert: str, expert_dir: Path) -> None:
             expert_request = replace(request, targets=parts[expert], output_dir=expert_dir)
             results.extend(export_and_report(expert_request, say))
 
-        write_expert_pair(request.output_dir, write_expert)
+        write_expert_pair(request.output_dir, write_expert_adapter)
         return results
-    with stage_folder(request.output_dir) as staged:
+    with write_folder_atomically(request.output_dir) as staged:
         model = request.model
         for name, targets in parts.items():
             merged_dir = staged / f"{request.output_dir.name}_{name}"
@@ -181,16 +181,18 @@ def _export_expert_pair(
 
 
 def write_expert_pair(
-    output_dir: Path, write_expert: Callable[[str, Path], object], experts: Iterable[str] = EXPERT_NAMES.values()
+    output_dir: Path,
+    write_expert_adapter: Callable[[str, Path], object],
+    experts: Iterable[str] = EXPERT_NAMES.values(),
 ) -> Path:
-    """Call `write_expert` to fill a folder for each expert.
+    """Call `write_expert_adapter` to fill a folder for each expert.
 
     A folder with one file is replaced by a file with the expert's name.
     """
-    with stage_folder(output_dir) as staged:
+    with write_folder_atomically(output_dir) as staged:
         for name in experts:
             folder = staged / f"{output_dir.name}_{name}"
-            write_expert(name, folder)
+            write_expert_adapter(name, folder)
             files = list(folder.iterdir())
             if len(files) == 1:  # neither a config nor base weights
                 files[0].replace(folder.with_suffix(".safetensors"))
@@ -202,7 +204,7 @@ def find_adapter(target: Path) -> ResultSource:
     """The diffusion adapter at a path. Raises `DitLoraError` if there is none."""
     if not target.exists():
         raise DitLoraError(f"{target} does not exist; give the folder of a run or an adapter")
-    source = find_source(target, ADAPTER_FILENAMES)
+    source = find_result_source(target, ADAPTER_FILENAMES)
     if source.is_pipeline:
         raise DitLoraError(
             f"{source.file} is a whole pipeline, so there is nothing to export; load it in Diffusers with "
@@ -269,7 +271,7 @@ def _load_adapters(
     load_lora_state(total, state, config.to_dict(), "the sum of the adapters")
     parts = [collect_weight_updates(m, weight=w) for m, w in zip(models, weights, strict=True)]
     # Ranks are concatenated, so the factors differ: compare the products B A.
-    require_same_updates(sum_updates(parts), collect_weight_updates(total), "the sum of the adapters")
+    require_same_updates(sum_lora_updates(parts), collect_weight_updates(total), "the sum of the adapters")
     return ExportedAdapter(total, _collect_shared_metadata(sources, config.r), family, pipeline_class, new_model)
 
 
@@ -342,8 +344,8 @@ def _export_merged(
         staging_dir,
         changes,
         weights,
-        config_changes=checkpoint.info.config_changes(),
-        index_changes=checkpoint.info.index_changes(),
+        transformer_config_changes=checkpoint.info.transformer_config_changes(),
+        model_index_changes=checkpoint.info.model_index_changes(),
         training_metadata=adapter.metadata,
         part=checkpoint.info.part,
         progress=make_progress_bar("merging", "tensor", quiet=False),

@@ -21,14 +21,14 @@ from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.export.base_weights import CheckpointLocation, StoredWeights, find_checkpoint
 from dit_lora.export.export import MessageCallback, build_empty_model, write_expert_pair
 from dit_lora.export.formats import ExportedAdapter, LoraFormat, write_exported_adapter
-from dit_lora.export.low_rank import RankChoice, factor_difference
-from dit_lora.export.low_rank_result import LowRankResult, attach_layers, get_rank_metadata, require_valid_rank
+from dit_lora.export.low_rank import RankChoice, factor_weight_difference
+from dit_lora.export.low_rank_result import LowRankResult, attach_lora_layers, get_rank_metadata, require_valid_rank
 from dit_lora.export.weight_delta import collect_weight_updates
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.without_weights import config_only_model
-from dit_lora.files import stage_folder
+from dit_lora.files import write_folder_atomically
 from dit_lora.redact import redact_value
 from dit_lora.training.tasks.diffusion.samples import make_progress_bar
 from dit_lora.verify.locate import detect_family
@@ -127,7 +127,7 @@ def _extract_part(
         raise DitLoraError(format_list(f"{summary}; these do", list(result.excluded_energy)))
     require_valid_rank(result.layers, request.rank_choice)
     layers = {layer.name: layer.factors for layer in result.layers}
-    attach_layers(model, layers, family, f"the difference of {request.tuned_model} and {request.base_model}")
+    attach_lora_layers(model, layers, family, f"the difference of {request.tuned_model} and {request.base_model}")
     metadata = _build_metadata(request, tuned_location, base_location, checkpoint, family, result)
     return ExportedAdapter(model, metadata, family, checkpoint.info.pipeline_class, new_model), result
 
@@ -163,7 +163,7 @@ def _compute_differences(
         if not difference.any():  # they only differ in dtype, or in the sign of zeros
             continue
         if name in adaptable:
-            layers.append(factor_difference(name.removesuffix(".weight"), difference, rank_choice))
+            layers.append(factor_weight_difference(name.removesuffix(".weight"), difference, rank_choice))
         else:
             # Norms, biases and other tensors without a LoRA: report how much of the change they carry.
             left_out[name] = difference.square().sum().item()
@@ -216,7 +216,7 @@ def _write_adapters(request: ExtractRequest, adapters: Mapping[str, ExportedAdap
 
     if len(adapters) == 1:
         (adapter,) = adapters.values()
-        with stage_folder(request.output_dir) as staged:
+        with write_folder_atomically(request.output_dir) as staged:
             expert = EXPERT_NAMES.get(adapter.metadata.get("part", ""))
             name = f"{request.output_dir.name}_{expert}" if expert else request.output_dir.name
             write_exported_adapter(request.export_format, adapter, staged, name)
@@ -224,9 +224,9 @@ def _write_adapters(request: ExtractRequest, adapters: Mapping[str, ExportedAdap
         # Files are named after the experts, adapters are keyed by component.
         adapters_by_expert = {EXPERT_NAMES[part]: adapter for part, adapter in adapters.items()}
 
-        def write_expert(expert: str, expert_dir: Path) -> None:
+        def write_expert_adapter(expert: str, expert_dir: Path) -> None:
             write_exported_adapter(request.export_format, adapters_by_expert[expert], expert_dir, expert_dir.name)
 
-        write_expert_pair(request.output_dir, write_expert, adapters_by_expert)
+        write_expert_pair(request.output_dir, write_expert_adapter, adapters_by_expert)
     for adapter in adapters.values():
         say(f"checked {len(collect_weight_updates(adapter.model))} layers: the written file gives the same update")

@@ -14,8 +14,8 @@ from dit_lora.adapters.kinds import get_adapter_kind
 from dit_lora.adapters.peft_format import save_chat_adapter
 from dit_lora.environment.safetensors_files import read_tensors, write_tensors
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
-from dit_lora.export.key_maps import LayerKeys, build_comfyui_layout, build_kohya_layout
-from dit_lora.export.meta_model import fold_alpha, load_lora_file, load_lora_state
+from dit_lora.export.key_maps import LayerTensorNames, build_comfyui_layout, build_kohya_layout
+from dit_lora.export.meta_model import fold_alpha_into_b, load_lora_file, load_lora_state
 from dit_lora.export.non_lora import write_non_lora_adapter
 from dit_lora.export.weight_delta import Updates, collect_weight_updates, require_same_updates
 from dit_lora.families.family import DiffusionFamily
@@ -71,7 +71,7 @@ def write_exported_adapter(export_format: LoraFormat, adapter: ExportedAdapter, 
     else:
         if export_format == "folded":
             # Attach the rescaled matrices to a new model, whose config then says alpha = rank.
-            folded_model, (state, config) = adapter.build_empty_model(), fold_alpha(model)
+            folded_model, (state, config) = adapter.build_empty_model(), fold_alpha_into_b(model)
             load_lora_state(folded_model, state, config.to_dict(), "the folded adapter", trained)
             model = folded_model
         file = save_adapter(model, adapter.pipeline_class, output_dir, adapter.metadata)
@@ -105,7 +105,7 @@ def _write_layout(
     updates: Updates,
     trained_weights: Tensors,
     file: Path,
-    layout: LayerKeys,
+    layout: LayerTensorNames,
     adapter_metadata: Mapping[str, Any],
 ) -> None:
     if trained_weights:
@@ -116,12 +116,12 @@ def _write_layout(
     if export_format == "kohya":
         metadata |= _build_kohya_metadata(updates, adapter_metadata)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_tensors(layout.build_tensors(updates), file, metadata)
+    write_tensors(layout.build_lora_tensors(updates), file, metadata)
     # Compare the products B A, since the format may fold the scale into a factor.
-    require_same_updates(updates, layout.read_updates(read_tensors(file)), file.name)
+    require_same_updates(updates, layout.read_lora_updates(read_tensors(file)), file.name)
 
 
-def _choose_layout(export_format: str, family: DiffusionFamily, updates: Updates) -> LayerKeys | None:
+def _choose_layout(export_format: str, family: DiffusionFamily, updates: Updates) -> LayerTensorNames | None:
     """Another program's layout of an adapter's layers in a file; None for Diffusers' and PEFT's formats."""
     try:
         if export_format == "comfyui":

@@ -13,13 +13,13 @@ import torch
 
 from dit_lora.adapters.layer_names import LayerNames, get_kohya_name
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
-from dit_lora.export.weight_delta import Term, Updates
+from dit_lora.export.weight_delta import LoraTerm, Updates
 
 _KOHYA_UNSUPPORTED = "kohya's layout is only written for families that VideoX-Fun loads, and this is not one of them"
 
 
 @dataclass(frozen=True)
-class LayerKeys:
+class LayerTensorNames:
     """One program's names for the tensors of a layer's LoRA."""
 
     layer_names: Mapping[str, str]
@@ -31,7 +31,7 @@ class LayerKeys:
     joined_layers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The program's name of each layer that joins the output rows of several layers, which `layer_names` lacks."""
 
-    def build_tensors(self, updates: Updates) -> dict[str, torch.Tensor]:
+    def build_lora_tensors(self, updates: Updates) -> dict[str, torch.Tensor]:
         """The tensors of a LoRA file by name: A, B, and `alpha`, which divided by the rank gives the scale."""
         # One term per layer: these formats have no place for a sum of products.
         terms = {self.layer_names[name]: term for name, (term,) in updates.items() if name in self.layer_names}
@@ -40,7 +40,7 @@ class LayerKeys:
             joined = [updates[part][0] for part in parts]
             scale = joined[0].scale
             blocks = [term.b * (term.scale / scale) for term in joined]
-            terms[key] = Term(torch.cat([term.a for term in joined]), torch.block_diag(*blocks), scale)
+            terms[key] = LoraTerm(torch.cat([term.a for term in joined]), torch.block_diag(*blocks), scale)
         tensors = {}
         for key, term in terms.items():
             tensors[f"{key}.{self.down_key}.weight"] = term.a.contiguous()
@@ -51,7 +51,7 @@ class LayerKeys:
                 tensors[f"{key}.alpha"] = torch.tensor(term.scale * term.rank)
         return tensors
 
-    def read_updates(self, tensors: Mapping[str, torch.Tensor]) -> Updates:
+    def read_lora_updates(self, tensors: Mapping[str, torch.Tensor]) -> Updates:
         """Each layer's LoRA update in a file. Raises `CheckFailedError` with all tensors that belong to no layer."""
         # Read as the program does: layer by layer, by its own key names.
         updates, claimed = {}, set()
@@ -65,7 +65,7 @@ class LayerKeys:
                 scale = alpha[0].item() / len(a) if alpha else 1.0
                 # Layers in a joined one have the same number of rows, and all of its A.
                 for part, rows in zip(parts, b.chunk(len(parts)), strict=True):
-                    updates[part] = [Term(a, rows, scale)]
+                    updates[part] = [LoraTerm(a, rows, scale)]
                 claimed |= {*layer_keys}
         unknown_keys = [full for full in tensors if full not in claimed]
         if unknown_keys:
@@ -73,11 +73,11 @@ class LayerKeys:
         return updates
 
 
-def build_comfyui_layout(names: LayerNames, updates: Updates) -> LayerKeys:
+def build_comfyui_layout(names: LayerNames, updates: Updates) -> LayerTensorNames:
     """ComfyUI's names for the LoRA tensors of these layers. Raises `DitLoraError`, with the reason, if it has none."""
     if names.unsupported_reason:
         raise DitLoraError(names.unsupported_reason)
-    joined = dict(filter(None, map(names.translate_joined, updates)))
+    joined = dict(filter(None, map(names.translate_joined_layer_name, updates)))
     incomplete = [part for parts in joined.values() for part in parts if part not in updates]
     if incomplete:
         raise DitLoraError(
@@ -87,15 +87,15 @@ def build_comfyui_layout(names: LayerNames, updates: Updates) -> LayerKeys:
         )
     in_joined = {part for parts in joined.values() for part in parts}
     # All layers must have a name in ComfyUI: a file that drops some would change the update.
-    counterparts = {name: names.translate(name) for name in updates if name not in in_joined}
+    counterparts = {name: names.translate_layer_name(name) for name in updates if name not in in_joined}
     unknown = [name for name, comfyui_name in counterparts.items() if comfyui_name is None]
     if unknown:
         raise DitLoraError(format_list("ComfyUI's model has no counterpart of these layers", unknown))
     renamed = {name: comfyui_name for name, comfyui_name in counterparts.items() if comfyui_name is not None}
-    return LayerKeys(renamed, "lora_A", "lora_B", has_alpha=names.reads_alpha, joined_layers=joined)
+    return LayerTensorNames(renamed, "lora_A", "lora_B", has_alpha=names.reads_alpha, joined_layers=joined)
 
 
-def build_kohya_layout(has_names: bool, updates: Updates) -> LayerKeys:
+def build_kohya_layout(has_names: bool, updates: Updates) -> LayerTensorNames:
     """kohya's names for LoRA tensors, as in VideoX-Fun.
 
     Raises `DitLoraError` for models that it lacks, and for convolutions over 1x1.
@@ -106,4 +106,4 @@ def build_kohya_layout(has_names: bool, updates: Updates) -> LayerKeys:
     large_kernels = [name for name, terms in updates.items() if max((1, 1, *terms[0].a.shape[2:])) > 1]
     if large_kernels:
         raise DitLoraError(format_list("kohya's layout supports only 1x1 convolutions, not these", large_kernels))
-    return LayerKeys({name: get_kohya_name(name) for name in updates}, "lora_down", "lora_up")
+    return LayerTensorNames({name: get_kohya_name(name) for name in updates}, "lora_down", "lora_up")

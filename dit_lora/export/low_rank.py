@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from dit_lora.adapters.lora_file import StoredLayer
-from dit_lora.export.weight_delta import Term
+from dit_lora.export.weight_delta import LoraTerm
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class LowRankLayer:
         return min(1.0, self.kept_energy / self.total_energy) if self.total_energy else 1.0
 
 
-def factor_difference(name: str, difference: torch.Tensor, rank_choice: RankChoice) -> LowRankLayer:
+def factor_weight_difference(name: str, difference: torch.Tensor, rank_choice: RankChoice) -> LowRankLayer:
     """Factor a nonzero change, in the shape of the layer's weight, into A and B."""
     # (outputs, inputs), with a convolution's kernel flattened into the inputs.
     matrix = difference.double().flatten(1)
@@ -61,7 +61,7 @@ def factor_difference(name: str, difference: torch.Tensor, rank_choice: RankChoi
     return _build_layer(name, b, a, difference.shape[1:], matrix.square().sum().item(), min(matrix.shape))
 
 
-def factor_update(name: str, term: Term, rank_choice: RankChoice) -> LowRankLayer:
+def factor_update(name: str, term: LoraTerm, rank_choice: RankChoice) -> LowRankLayer:
     """Factor an update that is already a product of two factors into A and B of lower rank.
 
     The product is not computed.

@@ -101,7 +101,7 @@ def require_valid_rank(layers: Sequence[LowRankLayer], rank_choice: RankChoice) 
         raise DitLoraError(format_list(summary, [f"{layer.name}: {layer.max_rank}" for layer in small]))
 
 
-def attach_layers(
+def attach_lora_layers(
     model: Any,
     layers: Mapping[str, StoredLayer],
     family: DiffusionFamily,

@@ -8,7 +8,7 @@ from dit_lora.adapters.kinds import get_adapter_kind
 from dit_lora.errors import DitLoraError
 from dit_lora.export.formats import ExportedAdapter
 from dit_lora.export.low_rank import RankChoice, factor_update
-from dit_lora.export.low_rank_result import LowRankResult, attach_layers, get_rank_metadata
+from dit_lora.export.low_rank_result import LowRankResult, attach_lora_layers, get_rank_metadata
 from dit_lora.export.weight_delta import collect_weight_updates
 from dit_lora.verify.checks import PATTERN_KEYS
 
@@ -47,7 +47,7 @@ def lower_rank(
     # The factors have new shapes, so they are attached to a fresh model.
     smaller = adapter.build_empty_model()
     factors = {layer.name: layer.factors for layer in layers}
-    attach_layers(smaller, factors, adapter.family, f"{name} at a lower rank", get_base_weights(model))
+    attach_lora_layers(smaller, factors, adapter.family, f"{name} at a lower rank", get_base_weights(model))
     # Drop the recorded output: it belongs to the full update.
     remaining = {key: metadata[key] for key in metadata if key not in ("output", "lora", *PATTERN_KEYS)}
     old_ranks = {key: metadata[key] for key in ("rank", "alpha") if key in metadata}

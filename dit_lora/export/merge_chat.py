@@ -18,7 +18,7 @@ from dit_lora.config.records import read_typed_json
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.environment.safetensors_files import FLOAT_DTYPES, read_header
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
-from dit_lora.files import stage_folder, write_json
+from dit_lora.files import write_folder_atomically, write_json
 
 # Integer tensors, such as position ids, are not merged and do not decide the dtype.
 _INTEGER_DTYPES = {"I64", "I32", "I16", "I8", "U8", "BOOL"}
@@ -76,7 +76,7 @@ def merge_adapter(
     if model.can_generate():
         # Transformers reads some published generation configs and refuses to write them: the base's is copied below.
         model.generation_config = GenerationConfig.from_model_config(model.config)
-    with stage_folder(output_dir) as staged:
+    with write_folder_atomically(output_dir) as staged:
         model.save_pretrained(staged, max_shard_size=_MAX_SHARD_SIZE)
         # Transformers has written the config and the weights.
         copy_checkpoint_files(base, staged, lambda name: name != "config.json" and ".safetensors" not in name)
@@ -95,7 +95,7 @@ def _merge_layers(model: PreTrainedModel) -> int:
     for change in adapted.values():
         weight = change.layer.base_layer.weight.data
         # Add in place: new weights allocated between freed fp32 ones were measured to take 1.5 times the memory.
-        weight.copy_(change.apply_to(weight.float()))
+        weight.copy_(change.apply_to_weight(weight.float()))
     if adapted:
         # Removes PEFT's config from the model, so that `save_pretrained` writes a plain checkpoint.
         model.delete_adapter(ADAPTER_NAME)

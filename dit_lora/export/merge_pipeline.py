@@ -32,8 +32,8 @@ def write_merged_pipeline(
     changes: WeightChanges,
     weights: Tensors,
     *,
-    config_changes: Mapping[str, Any],
-    index_changes: Mapping[str, Any],
+    transformer_config_changes: Mapping[str, Any],
+    model_index_changes: Mapping[str, Any],
     training_metadata: Mapping[str, Any],
     part: str = "transformer",
     progress: ProgressWrapper = iter,
@@ -48,8 +48,8 @@ def write_merged_pipeline(
         output_dir: The folder to write.
         changes: The adapter's changes by layer.
         weights: Trained base weights, which replace those of the base.
-        config_changes: Entries to replace in the base's PART/config.json.
-        index_changes: Entries to replace in the base's index.
+        transformer_config_changes: Entries to replace in the base's PART/config.json.
+        model_index_changes: Entries to replace in the base's index.
         training_metadata: Metadata to write.
         part: The transformer component.
         progress: Progress bar over the tensors.
@@ -68,8 +68,8 @@ def write_merged_pipeline(
         base, output_dir, lambda name: not name.startswith(f"{part}/") or name == f"{part}/{_SHARD_INDEX_FILE}"
     )
     (output_dir / part).mkdir(exist_ok=True)
-    write_json(output_dir / part / "config.json", {**base_config, **config_changes})
-    copy_index(base, output_dir, index_changes)
+    write_json(output_dir / part / "config.json", {**base_config, **transformer_config_changes})
+    copy_index(base, output_dir, model_index_changes)
     write_json(output_dir / RUN_METADATA_FILE, training_metadata)
     for file, names in files.items():
         with open_safetensors(file) as opened:
@@ -95,10 +95,10 @@ def require_merged_weights(source: Path, transformer: Any, changes: WeightChange
                 stored_tensor = opened.get_tensor(name)
                 # fp64 as the exact reference: the merge itself computed in fp32.
                 unmerged = weights.get(name, stored_tensor).double()
-                exact = change.apply_to(unmerged) if change else unmerged
+                exact = change.apply_to_weight(unmerged) if change else unmerged
                 precision = torch.finfo(stored_tensor.dtype)
                 # One rounding to the stored dtype, plus fp32's error in products: of the added part, or of all.
-                computed = exact - unmerged if change is None or change.is_added else exact
+                computed = exact - unmerged if change is None or change.is_additive_change else exact
                 slack = 1e-6 * computed.abs().max()
                 allowed = precision.eps * (exact.abs() + precision.tiny) + slack
                 if loaded[name].shape != exact.shape or not ((loaded[name].double() - exact).abs() <= allowed).all():
@@ -122,7 +122,7 @@ def _merge_tensor(name: str, tensor: torch.Tensor, changes: WeightChanges, weigh
         return tensor
     # A trained base weight replaces the base's; the adapter's change applies to either.
     total = weights.get(name, tensor).float()
-    return (change.apply_to(total) if change else total).to(tensor.dtype)
+    return (change.apply_to_weight(total) if change else total).to(tensor.dtype)
 
 
 def _require_mergeable(

@@ -137,7 +137,7 @@ def combine_adapters(
     return get_adapter_state(wrapped, _COMBINED_ADAPTER), wrapped.peft_config[_COMBINED_ADAPTER]
 
 
-def fold_alpha(model: Any) -> tuple[AdapterState, peft.LoraConfig]:
+def fold_alpha_into_b(model: Any) -> tuple[AdapterState, peft.LoraConfig]:
     """LoRA matrices and config of the same update with alpha equal to rank: alpha / rank is folded into B."""
     # The scale of each layer goes into B only, so that B A stays the same product.
     config, state = model.peft_config[ADAPTER_NAME], get_adapter_state(model)

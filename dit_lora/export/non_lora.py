@@ -124,7 +124,7 @@ def _write_comfyui(model: Any, names: LayerNames, file: Path, metadata: Config) 
         raise DitLoraError(format_list(f"--to comfyui: {problem}; --to merged takes them; they are", trained))
     state = get_adapter_state(model)
     # ComfyUI's name of each adapted layer; None if it has none.
-    counterparts = {layer: names.translate(layer) for layer in map(get_layer_name, state)}
+    counterparts = {layer: names.translate_layer_name(layer) for layer in map(get_layer_name, state)}
     unknown = [layer for layer, comfyui_name in counterparts.items() if comfyui_name is None]
     if unknown:
         raise DitLoraError(format_list("--to comfyui: ComfyUI's model has no counterpart of these layers", unknown))

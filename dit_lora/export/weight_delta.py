@@ -16,7 +16,7 @@ _TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
-class Term:
+class LoraTerm:
     """A layer's update as a product B A times `scale`, for a linear layer or a 2D convolution."""
 
     a: torch.Tensor
@@ -30,7 +30,7 @@ class Term:
         return len(self.a)
 
 
-Updates = Mapping[str, Sequence[Term]]
+Updates = Mapping[str, Sequence[LoraTerm]]
 """Layer names, as in the unadapted model, to the terms whose sum is added to the weight."""
 
 
@@ -42,11 +42,11 @@ def collect_weight_updates(model: Any, adapter: str = ADAPTER_NAME, weight: floa
     for name, module in adapted.items():
         if adapter in module.lora_A:
             a, b = module.lora_A[adapter].weight.detach(), module.lora_B[adapter].weight.detach()
-            updates[name] = [Term(a, b, weight * module.scaling[adapter])]
+            updates[name] = [LoraTerm(a, b, weight * module.scaling[adapter])]
     return updates
 
 
-def sum_updates(adapter_updates: Sequence[Updates]) -> Updates:
+def sum_lora_updates(adapter_updates: Sequence[Updates]) -> Updates:
     """The sum of several adapters' updates: each layer gets the terms of all adapters that have it."""
     names = dict.fromkeys(name for updates in adapter_updates for name in updates)
     return {name: [term for updates in adapter_updates for term in updates.get(name, ())] for name in names}
@@ -62,7 +62,7 @@ def require_same_updates(expected: Updates, actual: Updates, description: str) -
             faults.append(f"{name}: {_get_weight_shape(actual_terms)}, not {_get_weight_shape(expected_terms)}")
             continue
         # The difference is again a sum of products, so that its norm needs no full matrix.
-        minus = [Term(term.a, term.b, -term.scale) for term in actual_terms]
+        minus = [LoraTerm(term.a, term.b, -term.scale) for term in actual_terms]
         size, difference = _compute_norm(expected_terms), _compute_norm([*expected_terms, *minus])
         # `not <=` instead of `>`, so that NaN counts as a difference.
         if not difference <= _TOLERANCE * size:
@@ -72,11 +72,11 @@ def require_same_updates(expected: Updates, actual: Updates, description: str) -
         raise CheckFailedError(format_list(summary, sorted(faults)))
 
 
-def _get_weight_shape(terms: Sequence[Term]) -> list[int]:
+def _get_weight_shape(terms: Sequence[LoraTerm]) -> list[int]:
     return [len(terms[0].b), *terms[0].a.shape[1:]]
 
 
-def _compute_norm(terms: Sequence[Term]) -> float:
+def _compute_norm(terms: Sequence[LoraTerm]) -> float:
     """Frobenius norm of a sum of products without computing the sum, which can be 1000 times as large as they are."""
     # A sum of products is one product of concatenated factors: [s1 B1, s2 B2] [A1; A2].
     b = torch.cat([term.scale * term.b.double().flatten(1) for term in terms], dim=1)

@@ -12,10 +12,10 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from dit_lora.errors import DitLoraError
-from dit_lora.families.no_hub_kernel import block_hub_kernel
+from dit_lora.families.no_hub_kernel import hide_kernels_from_bitsandbytes
 from dit_lora.terminal import echo
 
-block_hub_kernel()  # must run before a family imports Diffusers and PEFT
+hide_kernels_from_bitsandbytes()  # must run before a family imports Diffusers and PEFT
 # Diffusers' pipelines import CLIP's image processor. Its warning asks for torchvision, which no family needs.
 logging.getLogger("transformers.utils.import_utils").addFilter(
     lambda record: "requires torchvision (not installed)" not in record.getMessage()

@@ -26,7 +26,7 @@ from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.conditioning import Conditioning
 from dit_lora.families.latents import PLAIN_VAE, VaeMemory
-from dit_lora.families.opening import load_or_init
+from dit_lora.families.opening import load_or_init_transformer
 from dit_lora.families.pictures import read_conditioning_images
 from dit_lora.families.references import ReferenceSpec, read_references, reference_errors, scale_image
 from dit_lora.families.refusals import refuse_options
@@ -60,7 +60,7 @@ class TrainableCheckpoint(Protocol):
     @property
     def path(self) -> Path: ...
 
-    def draw_functions(self, batch: TensorMap) -> DrawFunctions: ...
+    def get_random_input_samplers(self, batch: TensorMap) -> DrawFunctions: ...
 
     def losses(self, model: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput: ...
 
@@ -112,7 +112,7 @@ class CheckpointInfo(ABC):
         return None
 
     @property
-    def image_arguments(self) -> tuple[str, ...]:
+    def image_argument_names(self) -> tuple[str, ...]:
         """Images that a video starts or ends with, by pipeline argument (`image`, `last_image`). Empty if none."""
         return ()
 
@@ -156,7 +156,7 @@ class CheckpointInfo(ABC):
         side = self.reference_resolution
         return {} if side is None else {"reference_resolution": side}
 
-    def with_training_metadata(self, metadata: Mapping[str, Any]) -> Self:
+    def copy_with_training_metadata(self, metadata: Mapping[str, Any]) -> Self:
         """Copy of the checkpoint's info with the settings that an adapter's header holds.
 
         Used to compare outputs or to sample.
@@ -165,7 +165,7 @@ class CheckpointInfo(ABC):
         side = metadata.get("reference_resolution", self.reference_resolution)
         return replace(self, reference_resolution=side)
 
-    def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
+    def copy_with_recipe_settings(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
         """Copy of the checkpoint's info with the recipe's settings.
 
         Raises `DitLoraError` for an unsupported shape or option.
@@ -203,15 +203,15 @@ class CheckpointInfo(ABC):
         """
         return load_pretrained(self.pipeline_class, self.path, **self.pipeline_components() | components)
 
-    def index_changes(self) -> dict[str, Any]:
+    def model_index_changes(self) -> dict[str, Any]:
         """Changes to model_index.json in a pipeline trained from this checkpoint. Adapter headers store them too."""
         return {}
 
-    def config_changes(self) -> dict[str, Any]:
+    def transformer_config_changes(self) -> dict[str, Any]:
         """Changes to the transformer's config that go with the changes to model_index.json."""
         return {}
 
-    def with_index_changes(self, index: Mapping[str, Any]) -> Self:
+    def copy_with_model_index_changes(self, index: Mapping[str, Any]) -> Self:
         """Copy of the checkpoint's info with these changes to model_index.json applied."""
         return self
 
@@ -254,7 +254,7 @@ class Encoders(ABC):
     def load_text_limit(self) -> TextLimit | None:
         """Load the tokenizer and the caption's token limit. None if samples have classes instead of captions."""
 
-    def note_captions(self, captions: Iterable[str]) -> list[str]:
+    def list_caption_warnings(self, captions: Iterable[str]) -> list[str]:
         """Messages about captions that the pipeline would encode differently, printed when a run begins."""
         return []
 
@@ -331,7 +331,7 @@ class Denoiser(ABC):
 
         Raises `DitLoraError` if it cannot train with them.
         """
-        conditioning = self.conditioning.with_recipe(recipe)
+        conditioning = self.conditioning.copy_with_recipe_settings(recipe)
         return replace(self, mask_floor=recipe.data.mask_floor, conditioning=conditioning)
 
     @property
@@ -351,10 +351,10 @@ class Denoiser(ABC):
         """
         # `part` names the folder, so each of two experts is loaded without the other one.
         info = self.info
-        return load_or_init(self.transformer_class, info.path, dtype, info.from_scratch, info.part)
+        return load_or_init_transformer(self.transformer_class, info.path, dtype, info.from_scratch, info.part)
 
     @abstractmethod
-    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
+    def get_random_input_samplers(self, batch: TensorMap) -> DrawFunctions:
         """Random tensors (by name) that the loss of a cached batch needs. Only the batch's shapes matter."""
 
     @abstractmethod
@@ -364,7 +364,7 @@ class Denoiser(ABC):
         Args:
             transformer: The model that is trained, possibly wrapped.
             batch: Cached tensors by name, each (B, ...).
-            streams: Random number streams. Every random tensor is one of `draw_functions` and is drawn with
+            streams: Random number streams. Every random tensor is one of `get_random_input_samplers` and is drawn with
                 `streams.draw_tensors`.
 
         Returns:
@@ -486,7 +486,7 @@ class Sampler(ABC):
         files = {"image": sampling.image, "last_image": sampling.last_image}
         output = pipeline(
             **prompt_kwargs,
-            **read_conditioning_images(self.info.path.name, self.info.image_arguments, files, sampling.shape),
+            **read_conditioning_images(self.info.path.name, self.info.image_argument_names, files, sampling.shape),
             **self.reference_kwargs(sampling),
             # Where both have a key, the value of the sampling settings counts.
             **self.shape_kwargs(sampling.shape) | self.sampling_kwargs(sampling),
@@ -525,9 +525,9 @@ class Checkpoint:
     def path(self) -> Path:
         return self.info.path
 
-    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
+    def get_random_input_samplers(self, batch: TensorMap) -> DrawFunctions:
         """Random tensors (by name) that the loss of a cached batch needs. Chat checkpoints have the same method."""
-        return self.denoiser.draw_functions(batch)
+        return self.denoiser.get_random_input_samplers(batch)
 
     def losses(self, model: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput:
         """Loss of each sample of a cached batch, computed by the denoiser. Chat checkpoints have the same method."""
@@ -539,18 +539,18 @@ class Checkpoint:
         Raises `DitLoraError` for an unsupported shape or option.
         """
         # The facts first: their checks refuse recipes that the family cannot train, and the denoiser reads them.
-        checkpoint = self.with_info(self.info.with_recipe(recipe, self.denoiser.training_options))
+        checkpoint = self.copy_with_info(self.info.copy_with_recipe_settings(recipe, self.denoiser.training_options))
         return replace(checkpoint, denoiser=checkpoint.denoiser.apply_training_options(recipe))
 
-    def with_training_metadata(self, metadata: Mapping[str, Any]) -> Self:
+    def copy_with_training_metadata(self, metadata: Mapping[str, Any]) -> Self:
         """Copy of the opened checkpoint with the settings in an adapter's header, to compare outputs or to sample."""
-        return self.with_info(self.info.with_training_metadata(metadata))
+        return self.copy_with_info(self.info.copy_with_training_metadata(metadata))
 
-    def with_index_changes(self, index: Mapping[str, Any]) -> Self:
+    def copy_with_model_index_changes(self, index: Mapping[str, Any]) -> Self:
         """Copy of the opened checkpoint with these changes to model_index.json applied."""
-        return self.with_info(self.info.with_index_changes(index))
+        return self.copy_with_info(self.info.copy_with_model_index_changes(index))
 
-    def with_info(self, info: CheckpointInfo) -> Self:
+    def copy_with_info(self, info: CheckpointInfo) -> Self:
         """Copy of the opened checkpoint in which all roles use this info."""
         # Roles are frozen and hold the facts, so each one is replaced.
         roles = {name: replace(role, info=info) for name, role in vars(self).items() if name != "info"}

@@ -80,7 +80,7 @@ def make_padded_encoder(pipeline: Any, num_tokens: int, device: torch.device) ->
     return encode
 
 
-def note_missing_ftfy(captions: Iterable[str], model: str) -> list[str]:
+def list_missing_ftfy_warnings(captions: Iterable[str], model: str) -> list[str]:
     """Message if ftfy is missing and these captions may hold what the model's pipeline would clean with it."""
     if is_ftfy_available():
         return []
@@ -102,7 +102,7 @@ def load_text_limit(path: Path, max_tokens: int | None = None, *, folder: str = 
     return TextLimit(tokenizer, max_tokens or tokenizer.model_max_length)
 
 
-def measure_template_limit(pipeline_class: Any, tokenizer: Any, max_tokens: int, **arguments: Any) -> TextLimit:
+def compute_caption_token_limit(pipeline_class: Any, tokenizer: Any, max_tokens: int, **arguments: Any) -> TextLimit:
     """Number of tokens left for a caption, special tokens included, out of `max_tokens` after the chat template's.
 
     `arguments` go to `encode_prompt`.
@@ -128,7 +128,7 @@ class _PaddingCounter(nn.Module):
         return SimpleNamespace(hidden_states=defaultdict(lambda: states))
 
 
-def cut_text(embeddings: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def trim_text_padding(embeddings: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Remove the token columns that are padding in every caption of a batch.
 
     Captions are cached padded to one length, but a batch only needs the length of its longest caption.
@@ -153,7 +153,7 @@ def cut_text(embeddings: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor
     return shortened, None if bool(is_text.all()) else is_text
 
 
-def text_bias(mask: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor | None:
+def build_text_attention_bias(mask: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor | None:
     """Attention bias (B, 1, T) of a mask of ones and zeros, in the dtype and on the device of the embeddings.
 
     None if nothing is masked: without a bias, attention has more and faster backends.

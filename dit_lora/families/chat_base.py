@@ -83,7 +83,7 @@ class ChatCheckpoint(ABC):
         """
 
     @abstractmethod
-    def with_vision_settings(self, vision_settings: VisionSettings) -> Self:
+    def copy_with_vision_settings(self, vision_settings: VisionSettings) -> Self:
         """This description of a chat checkpoint with these vision settings; no weights are read.
 
         Raises `DitLoraError` if its vision encoder rejects them.
@@ -94,7 +94,7 @@ class ChatCheckpoint(ABC):
         """Size in pixels at which the model sees a picture stored as height x width. None if `kind` is `text`."""
 
     @abstractmethod
-    def render(
+    def tokenize_conversation(
         self,
         conversation: Conversation,
         shape: VideoShape | None,
@@ -121,7 +121,7 @@ class ChatCheckpoint(ABC):
         return add_answer_losses(model.requires_grad_(False))
 
     @abstractmethod
-    def inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def build_model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The chat model's arguments for a batch.
 
         Padding is on the right and `attention_mask` is left out, because causal attention never reaches the
@@ -129,10 +129,10 @@ class ChatCheckpoint(ABC):
 
         Args:
             batch: `input_ids` (B, L); `pixels` uint8 (B, F, 3, H, W) unless the batch is text; and
-                `instruction_ids` and `instruction_mask` (B, I) if `render` returns instructions.
+                `instruction_ids` and `instruction_mask` (B, I) if `tokenize_conversation` returns instructions.
         """
 
-    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
+    def get_random_input_samplers(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
         """Always empty: the loss of a chat model needs no random tensors.
 
         All randomness of a conversation is already in its tokens and frames.
@@ -142,11 +142,13 @@ class ChatCheckpoint(ABC):
     def losses(self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams) -> LossOutput:
         """Mean next-token loss of each sample's answer, fp32 (B,).
 
-        In addition to the tensors for `inputs`, the batch has `labels` (B, A), the answer tokens or -100, and
+        In addition to the tensors for `build_model_inputs`, the batch has `labels` (B, A), the answer tokens or -100, and
         `answer_positions` (B, A), the positions that predict them.
         """
         # With these two arguments, the patched forward returns one loss per sample instead of logits.
-        losses = model(**self.inputs(batch), answer_positions=batch["answer_positions"], answer_labels=batch["labels"])
+        losses = model(
+            **self.build_model_inputs(batch), answer_positions=batch["answer_positions"], answer_labels=batch["labels"]
+        )
         pixels = batch.get("pixels")
         # A batch has media of one kind: no pixels, one frame, or several frames.
         kind: ConversationKind = "text" if pixels is None else "image" if pixels.shape[1] == 1 else "video"
@@ -160,7 +162,7 @@ class ChatCheckpoint(ABC):
 
     @abstractmethod
     def prompt_tensors(self, rendered: RenderedConversation) -> dict[str, torch.Tensor]:
-        """Tensors (1, ...) of one prompt that `inputs` needs in addition to `input_ids` and `pixels`."""
+        """Tensors (1, ...) of one prompt that `build_model_inputs` needs in addition to `input_ids` and `pixels`."""
 
     def answer(
         self, model: nn.Module, rendered: RenderedConversation, pixels: torch.Tensor | None, max_tokens: int
@@ -171,7 +173,7 @@ class ChatCheckpoint(ABC):
         if pixels is not None:
             prompt["pixels"] = pixels[None]
         device = next(model.parameters()).device
-        inputs = self.inputs({name: tensor.to(device) for name, tensor in prompt.items()})
+        inputs = self.build_model_inputs({name: tensor.to(device) for name, tensor in prompt.items()})
         return generate_answer(model, self.tokenizer, inputs, max_tokens, end_text=self.answer_end)
 
 

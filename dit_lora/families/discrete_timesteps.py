@@ -11,7 +11,7 @@ import torch
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.numerics.noise_levels import NoiseLevelDistribution
-from dit_lora.numerics.streams import draw_integers, normal
+from dit_lora.numerics.streams import draw_integers, draw_normal_noise
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class DiscreteTimesteps:
         distribution.compute_levels(torch.zeros(1), shift)
         return cls(distribution, shift)
 
-    def get_range(self, num_train_timesteps: int) -> range:
+    def get_timestep_range(self, num_train_timesteps: int) -> range:
         """The timesteps that training can draw from a schedule of this length."""
         if self.distribution is None:
             return range(num_train_timesteps)
@@ -61,15 +61,15 @@ class DiscreteTimesteps:
         start = math.floor(self.distribution.t_min * num_train_timesteps)
         return range(start, math.ceil(self.distribution.t_max * num_train_timesteps))
 
-    def make_draw_function(self, num_train_timesteps: int) -> Callable[[Sequence[torch.Generator]], torch.Tensor]:
+    def make_timestep_sampler(self, num_train_timesteps: int) -> Callable[[Sequence[torch.Generator]], torch.Tensor]:
         """Function that draws a timestep for each sample's generator, int64 (B,)."""
-        distribution, shift, timesteps = self.distribution, self.shift, self.get_range(num_train_timesteps)
+        distribution, shift, timesteps = self.distribution, self.shift, self.get_timestep_range(num_train_timesteps)
         if distribution is None:
             return partial(draw_integers, timesteps.start, timesteps.stop)
 
-        def draw(rows: Sequence[torch.Generator]) -> torch.Tensor:
+        def sample_scheduled_timesteps(rows: Sequence[torch.Generator]) -> torch.Tensor:
             # In fp64, so that no level is rounded up to the next timestep.
-            scaled = distribution.compute_levels(normal((), rows), shift).double() * num_train_timesteps
+            scaled = distribution.compute_levels(draw_normal_noise((), rows), shift).double() * num_train_timesteps
             return scaled.long().clamp(timesteps.start, timesteps.stop - 1)
 
-        return draw
+        return sample_scheduled_timesteps

@@ -105,14 +105,14 @@ class DiffusionFamily(Family):
         Args:
             model: The `model` section of a recipe.
             recipe: If given, the checkpoint gets the recipe's settings. Otherwise it is as stored.
-            index: `index_changes` from an adapter's header: the checkpoint is as it was when that adapter was trained.
+            index: `model_index_changes` from an adapter's header: the checkpoint is as it was when that adapter was trained.
 
         Raises:
             DitLoraError: The checkpoint belongs to another family, or cannot train as the recipe asks.
         """
         stored: Checkpoint = importlib.import_module(self.checkpoint_module).open_checkpoint(self, model)
         # An adapter's changes (added classes, another task) come before the recipe, which is checked against them.
-        checkpoint = stored.with_index_changes(index) if index else stored
+        checkpoint = stored.copy_with_model_index_changes(index) if index else stored
         return checkpoint if recipe is None else checkpoint.apply_recipe(recipe)
 
 

@@ -24,7 +24,7 @@ from dit_lora.families.latents import compute_loss_weights
 from dit_lora.families.opening import read_component_config
 from dit_lora.numerics.noise_levels import LOGIT_NORMAL, NoiseLevelDistribution
 from dit_lora.numerics.objectives import FlowMatching, LossOutput, compute_mean_squared_error
-from dit_lora.numerics.streams import DrawFunctions, RandomStreams, normal
+from dit_lora.numerics.streams import DrawFunctions, RandomStreams, draw_normal_noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class FlowDenoiser(Denoiser):
             # The parameters of the family's density do not apply to another density.
             levels = NoiseLevelDistribution(t_min=levels.t_min, t_max=levels.t_max)
         if config.shift == "tokens":
-            self.mu(torch.Size([1, 64, 64]))  # raises if the pipeline does not shift by size
+            self.compute_shift_mu(torch.Size([1, 64, 64]))  # raises if the pipeline does not shift by size
         shift = stored_objective.shift if config.shift is None else config.shift
         shift = None if shift == "tokens" else shift
         objective = replace(stored_objective, shift=shift, distribution=replace(levels, **overrides))
@@ -73,7 +73,7 @@ class FlowDenoiser(Denoiser):
             objective.compute_sigmas(torch.zeros(1))
         return objective
 
-    def mu(self, size: torch.Size) -> float:
+    def compute_shift_mu(self, size: torch.Size) -> float:
         """Logarithm of the noise-level shift that the pipeline computes for latents of this size.
 
         Args:
@@ -89,7 +89,7 @@ class FlowDenoiser(Denoiser):
 
     def compute_shift(self, size: torch.Size) -> float:
         """Shift of the noise levels for latents of this size, given without the batch dimension."""
-        return math.exp(self.mu(size)) if self.objective.shift is None else self.objective.shift
+        return math.exp(self.compute_shift_mu(size)) if self.objective.shift is None else self.objective.shift
 
     @property
     def timestep_range(self) -> range:
@@ -97,17 +97,17 @@ class FlowDenoiser(Denoiser):
         levels, steps = self.objective.distribution, self.num_train_timesteps
         return range(math.floor(levels.t_min * steps), math.ceil(levels.t_max * steps))
 
-    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
+    def get_random_input_samplers(self, batch: TensorMap) -> DrawFunctions:
         """Random tensors of a training step: noise, noise levels (`timestep`) and the posterior's noise, if any."""
         size = batch["latent_mean"].shape[1:]
         shift = self.compute_shift(size)
         noise_draws: DrawFunctions = {
-            "noise": partial(normal, size),
-            "timestep": lambda rows: self.objective.compute_sigmas(normal((), rows), shift),
+            "noise": partial(draw_normal_noise, size),
+            "timestep": lambda rows: self.objective.compute_sigmas(draw_normal_noise((), rows), shift),
         }
         # A batch with logvar has a posterior to sample from; otherwise latents are used as they are.
-        posterior = {"posterior": partial(normal, size)} if "latent_logvar" in batch else {}
-        return {**posterior, **noise_draws, **self.conditioning.draw_functions(batch)}
+        posterior = {"posterior": partial(draw_normal_noise, size)} if "latent_logvar" in batch else {}
+        return {**posterior, **noise_draws, **self.conditioning.get_random_input_samplers(batch)}
 
     @abstractmethod
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
@@ -115,10 +115,13 @@ class FlowDenoiser(Denoiser):
 
     def losses(self, transformer: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput:
         """Velocity loss of each sample at random noise levels. Noising, target and loss are in fp32."""
-        draws = streams.draw_tensors(self.draw_functions(batch), batch["latent_mean"].device)
+        draws = streams.draw_tensors(self.get_random_input_samplers(batch), batch["latent_mean"].device)
         objective, clean = self.objective, self.clean_latents(batch, draws)
         noise, sigmas = draws["noise"], draws["timestep"]
-        noisy, conditioning_mask = objective.add_noise(clean, noise, sigmas), self.conditioning.mask(batch, draws)
+        noisy, conditioning_mask = (
+            objective.add_noise(clean, noise, sigmas),
+            self.conditioning.compute_conditioning_mask(batch, draws),
+        )
         if conditioning_mask is not None:
             noisy = torch.where(conditioning_mask > 0, clean, noisy)
         # The transformer takes timesteps, sigmas scaled to the range of the scheduler.
@@ -184,7 +187,7 @@ def build_flow_matching(
 ) -> FlowMatching:
     """Flow-matching objective with the shift of the checkpoint's scheduler.
 
-    A dynamic shift depends on the number of tokens, through `mu`.
+    A dynamic shift depends on the number of tokens, through `compute_shift_mu`.
     """
     shift = None if scheduler["use_dynamic_shifting"] else float(scheduler["shift"])
     return FlowMatching(shift, scheduler["num_train_timesteps"], distribution)

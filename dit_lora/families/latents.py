@@ -19,7 +19,7 @@ from dit_lora.config.data import DataConfig
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.references import get_reference_latents
-from dit_lora.numerics.streams import DrawFunctions, move_to_device, normal
+from dit_lora.numerics.streams import DrawFunctions, draw_normal_noise, move_to_device
 
 LOSS_MASK = "loss_mask"
 """Key of the mask in a batch, fp32 (B, H, W) from 0 to 1. Only data with masks has it."""
@@ -45,7 +45,7 @@ class VaeMemory:
 
     def apply(self, vae: Any) -> Any:
         """Apply the tiling and slicing settings to a VAE and return it."""
-        # VAEs without these methods are rejected earlier, by `require_supported`.
+        # VAEs without these methods are rejected earlier, by `require_tiling_support`.
         if self.tiling:
             vae.enable_tiling()
         if self.slicing:
@@ -59,7 +59,7 @@ class VaeMemory:
         """
         return {"tiling": True} if self.tiling else {}
 
-    def require_supported(
+    def require_tiling_support(
         self, checkpoint: str, vae_config: Mapping[str, Any], sizes: Iterable[tuple[int, int]]
     ) -> None:
         """Raise `DitLoraError` if this VAE does not support tiling or slicing at these heights and widths.
@@ -163,11 +163,11 @@ def compute_token_grid(latents: torch.Tensor) -> tuple[int, int]:
     return height // PACK_SIZE, width // PACK_SIZE
 
 
-def describe_packed_noise(latents: torch.Tensor) -> DrawFunctions:
-    """The noise (S, P) of each sample of latents (B, C, ..., H, W) of one frame, for `Denoiser.draw_functions`."""
+def make_packed_noise_samplers(latents: torch.Tensor) -> DrawFunctions:
+    """The noise (S, P) of each sample of latents (B, C, ..., H, W) of one frame, for `Denoiser.get_random_input_samplers`."""
     # Latents of a video VAE have a frame dimension of size 1 between channels and height.
     rows, columns = compute_token_grid(latents)
-    return {"noise": partial(normal, (rows * columns, PACK_SIZE**2 * latents.shape[1]))}
+    return {"noise": partial(draw_normal_noise, (rows * columns, PACK_SIZE**2 * latents.shape[1]))}
 
 
 def append_references(

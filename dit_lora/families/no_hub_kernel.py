@@ -17,7 +17,7 @@ from dit_lora.environment.hub_kernels import hide_kernels_package
 _MODULE = "bitsandbytes.backends.cpu.ops"
 
 
-class _Finder(MetaPathFinder):
+class _ImportFinder(MetaPathFinder):
     """Import finder that gives one module of bitsandbytes a different loader; it ignores all other names."""
 
     def find_spec(
@@ -26,11 +26,11 @@ class _Finder(MetaPathFinder):
         # None hands all other modules on to the next finder.
         spec = PathFinder.find_spec(fullname, path, target) if fullname == _MODULE else None
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            spec.loader = _ImportLoader(spec.loader)
         return spec
 
 
-class _Loader(Loader):
+class _ImportLoader(Loader):
     """Loader that executes a module while the package `kernels` looks as if it were not installed."""
 
     def __init__(self, loader: Loader) -> None:
@@ -50,11 +50,11 @@ class _Loader(Loader):
             logger.disabled = was_disabled
 
 
-def block_hub_kernel() -> None:
+def hide_kernels_from_bitsandbytes() -> None:
     """Install the import finder that hides the package `kernels` from bitsandbytes, for the rest of the process.
 
     Calling it again has no effect.
     """
     # First in the list, so that it is asked before the standard finder.
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    if not any(isinstance(finder, _ImportFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _ImportFinder())

@@ -20,7 +20,7 @@ from dit_lora.families.discrete_timesteps import DiscreteTimesteps
 from dit_lora.families.latents import compute_loss_weights, sample_posterior
 from dit_lora.families.opening import read_component_config
 from dit_lora.numerics.objectives import EpsilonPrediction, LossOutput, compute_mean_squared_error
-from dit_lora.numerics.streams import DrawFunctions, RandomStreams, normal
+from dit_lora.numerics.streams import DrawFunctions, RandomStreams, draw_normal_noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class NoiseDenoiser(Denoiser):
 
     @property
     def timestep_range(self) -> range:
-        return self.discrete_timesteps.get_range(self.num_train_timesteps)
+        return self.discrete_timesteps.get_timestep_range(self.num_train_timesteps)
 
     @property
     def has_learned_variance(self) -> bool:
@@ -62,10 +62,10 @@ class NoiseDenoiser(Denoiser):
             discrete_timesteps=timesteps,
         )
 
-    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
+    def get_random_input_samplers(self, batch: TensorMap) -> DrawFunctions:
         # The posterior's noise and the added noise have the latents' shape: (C, H, W) or (C, F, H, W).
-        noise = partial(normal, batch["latent_mean"].shape[1:])
-        timestep = self.discrete_timesteps.make_draw_function(self.num_train_timesteps)
+        noise = partial(draw_normal_noise, batch["latent_mean"].shape[1:])
+        timestep = self.discrete_timesteps.make_timestep_sampler(self.num_train_timesteps)
         return {"posterior": noise, "noise": noise, "timestep": timestep}
 
     def losses(self, transformer: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput:
@@ -74,7 +74,7 @@ class NoiseDenoiser(Denoiser):
         `predict` returns the noise, followed by the variance's interpolation fraction along the channels.
         """
         # All draws of a step come from the sample's own streams, so neighbours in the batch do not change them.
-        draws = streams.draw_tensors(self.draw_functions(batch), batch["latent_mean"].device)
+        draws = streams.draw_tensors(self.get_random_input_samplers(batch), batch["latent_mean"].device)
         noise, timesteps = draws["noise"], draws["timestep"]
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], draws["posterior"])
         clean = latents * self.info.vae_config["scaling_factor"]

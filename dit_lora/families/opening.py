@@ -71,8 +71,8 @@ def read_checkpoint(
     return index, {
         "path": path,
         "part": part,
-        "transformer_config": fill_defaults(transformer_class, transformer_config),
-        "vae_config": fill_defaults(vae_class, vae_config),
+        "transformer_config": fill_config_defaults(transformer_class, transformer_config),
+        "vae_config": fill_config_defaults(vae_class, vae_config),
         "from_scratch": model.from_scratch,
     }
 
@@ -83,7 +83,7 @@ def build_empty_pipeline(pipeline_class: Any) -> Any:
     return pipeline_class(**{name: None for name in parameters if name != "self"})
 
 
-def fill_defaults(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+def fill_config_defaults(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     """Fill a config with its class's defaults: files written before an option existed lack it. None fills nothing."""
     if model_class is None:
         return dict(config)
@@ -129,7 +129,7 @@ def require_complete_weights(model: ModelConfig, path: Path, *components: str) -
         raise DitLoraError(format_list(f"{path} is incomplete; download these files again", problems))
 
 
-def load_or_init(
+def load_or_init_transformer(
     model_class: Any, path: Path, dtype: torch.dtype, from_scratch: Mapping[str, Any] | None, part: str = "transformer"
 ) -> Any:
     """Load the frozen transformer on the CPU, or build a random one if `from_scratch` is given.

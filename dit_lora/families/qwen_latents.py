@@ -45,9 +45,9 @@ class QwenLatentsInfo(CheckpointInfo):
         frame_problems = image_frames_errors(shape.frames, self.pipeline_class.__name__)
         return [*side_errors(shape, self.size_multiple), *frame_problems]
 
-    def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
+    def copy_with_recipe_settings(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
         require_min_steps(self.scheduler, recipe.validation.inference_steps, "validation.inference_steps")
-        return super().with_recipe(recipe, training_options)
+        return super().copy_with_recipe_settings(recipe, training_options)
 
     @property
     def text_tokens(self) -> int:

@@ -42,7 +42,7 @@ class ReferenceSpec:
     is_resizable: bool = True
     """True if `data.reference_resolution` applies: the pipeline accepts references at other sizes than its default."""
 
-    def count_error(self, count: int) -> str | None:
+    def reference_count_error(self, count: int) -> str | None:
         """Error message for an invalid number of references of a sample; None if the number is valid."""
         if self.min_count <= count and (self.max_count is None or count <= self.max_count):
             return None
@@ -51,7 +51,7 @@ class ReferenceSpec:
         accepted = str(self.max_count) if self.min_count == self.max_count else accepted
         return f"it has {count} references, and this model takes {accepted}"
 
-    def assume_shape(self, shape: VideoShape, count: int) -> VideoShape:
+    def assume_reference_shapes(self, shape: VideoShape, count: int) -> VideoShape:
         """Shape of a sample with this many references of its size. Used for data that is not on this machine."""
         # The real references are not known here. Assume as many as the data asks for, but at least the minimum.
         reference = self.encoded_shape(shape.height, shape.width, shape)
@@ -180,7 +180,7 @@ def read_reference_clips(
 
 
 def _require_reference_count(model: str, reference_spec: ReferenceSpec, files: Sequence[Path]) -> None:
-    problem = reference_spec.count_error(len(files))
+    problem = reference_spec.reference_count_error(len(files))
     if problem is not None:
         raise DitLoraError(f"{model}: {problem}; give them with --reference")
 
@@ -212,7 +212,7 @@ def reference_errors(recipe: Recipe, reference_spec: ReferenceSpec | None) -> li
         return problems
     for number, prompt in enumerate(validation.prompts):
         files = validation.references[number] if validation.references else ()
-        problem = reference_spec.count_error(len(files))
+        problem = reference_spec.reference_count_error(len(files))
         if problem is not None:
             problems.append(f"validation.references of {prompt!r}: {problem}")
         # A model with reference clips also generates images, from the first frame of a clip.

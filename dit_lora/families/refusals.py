@@ -8,7 +8,7 @@ from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError
 
 
-def multiple_errors(sizes: Mapping[str, tuple[int, int]]) -> list[str]:
+def size_multiple_errors(sizes: Mapping[str, tuple[int, int]]) -> list[str]:
     """One error message per size that is not a multiple of its step. `sizes` maps names in `data` to (value, step)."""
     problems = []
     for name, (value, step) in sizes.items():
@@ -22,7 +22,7 @@ def multiple_errors(sizes: Mapping[str, tuple[int, int]]) -> list[str]:
 
 def side_errors(shape: VideoShape, step: int) -> list[str]:
     """One error message per side (height, width) of a sample that is not a multiple of `step`."""
-    return multiple_errors({"height": (shape.height, step), "width": (shape.width, step)})
+    return size_multiple_errors({"height": (shape.height, step), "width": (shape.width, step)})
 
 
 def image_frames_errors(frames: int, model: str) -> list[str]:

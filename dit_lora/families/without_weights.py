@@ -160,7 +160,7 @@ def _add_classes(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"classes": names})})
 
 
-def restore_to_method(model: nn.Module) -> nn.Module:
+def reenable_device_moves(model: nn.Module) -> nn.Module:
     """Let a model without weights be moved to a device again, like any other model."""
     model.__dict__.pop("to", None)
     return model.eval()

@@ -17,15 +17,15 @@ from dit_lora.fuse.patches import (
     ATTENTION,
     KERNELS,
     OPS,
-    Fusion,
+    FusedModelState,
     find_patch,
     get_fusion,
+    get_stock_processor,
     patch_forward,
     patch_processor,
     refuse_projection_fusing,
     restore_modules,
     set_fusion,
-    stock_processor,
 )
 from dit_lora.fuse.registry import FORWARDS, OPS_WITHOUT_TRITON, PROCESSORS
 from dit_lora.fuse.transformers_attention import AttentionChoice, require_implementation
@@ -44,7 +44,7 @@ class FuseReport:
     `str(report)` has one line per fact.
     """
 
-    fusion: Fusion
+    fusion: FusedModelState
     unavailable: Mapping[str, str]
     """Ops that `auto` leaves off on this machine, with the reason."""
 
@@ -100,7 +100,7 @@ def fuse(
     unavailable = {op: reason for op, reason in reasons.items() if reason is not None}
     op_states = {op: mode != "off" and op not in unavailable for op, mode in modes.items()}
     # Fused processors come with any op: they have one input for q, k and v, which adapters share.
-    fusion = Fusion({**op_states, ATTENTION: any(op_states.values()) or backend is not None}, backend)
+    fusion = FusedModelState({**op_states, ATTENTION: any(op_states.values()) or backend is not None}, backend)
     refuse_projection_fusing(model, has_lora)
     # From here on the model is changed. It is restored if a requested op replaced nothing.
     _patch_modules(model, fusion)
@@ -120,7 +120,7 @@ def fuse(
     return FuseReport(fusion, reported)
 
 
-def _choose_attention(model: PreTrainedModel, fusion: Fusion, name: str) -> list[Fallback]:
+def _choose_attention(model: PreTrainedModel, fusion: FusedModelState, name: str) -> list[Fallback]:
     """Set this attention implementation on a Transformers model until `unfuse`, and return its fallbacks.
 
     If the model rejects it, every patch is removed and the error is raised.
@@ -190,7 +190,7 @@ def _find_off_reason(op: str, mode: Mode, model: nn.Module) -> str | None:
     return f"{support.reason}; with `on` it runs in plain PyTorch"
 
 
-def _patch_modules(model: nn.Module, fusion: Fusion) -> None:
+def _patch_modules(model: nn.Module, fusion: FusedModelState) -> None:
     """Patch every module of the model that has a patch for an op that is on.
 
     `fusion` records which modules were replaced and which were not.
@@ -200,14 +200,14 @@ def _patch_modules(model: nn.Module, fusion: Fusion) -> None:
         forward = find_patch(FORWARDS, module)
         if forward is not None and fusion.op_states.get(forward.op):
             patch_forward(name, module, fusion, forward)
-        processor = find_patch(PROCESSORS, stock_processor(module))
+        processor = find_patch(PROCESSORS, get_stock_processor(module))
         if processor is not None and fusion.op_states[ATTENTION]:
             patch_processor(name, module, fusion, processor)
     if fusion.op_states.get(fp8.OP):
         fp8.record_fp8_layers(model, fusion)
 
 
-def _require_requested_ops(model: nn.Module, fusion: Fusion, modes: Mapping[str, Mode]) -> None:
+def _require_requested_ops(model: nn.Module, fusion: FusedModelState, modes: Mapping[str, Mode]) -> None:
     """Restore the model and raise `DitLoraError` if an op or backend requested by name replaced nothing."""
     # With `on`, an op that applies to no module is an error.
     replaced = {op for op, _ in fusion.patched_modules}
@@ -226,7 +226,7 @@ def _require_requested_ops(model: nn.Module, fusion: Fusion, modes: Mapping[str,
     )
 
 
-def _build_fallbacks(fusion: Fusion, modes: Mapping[str, Mode]) -> list[Fallback]:
+def _build_fallbacks(fusion: FusedModelState, modes: Mapping[str, Mode]) -> list[Fallback]:
     """Fallbacks that the guard can switch off.
 
     There is one for each op that replaced something, one for the attention backend, and one for all patches together.
@@ -250,7 +250,7 @@ def _build_fallbacks(fusion: Fusion, modes: Mapping[str, Mode]) -> list[Fallback
             Fallback(
                 f"attention:{fusion.backend}",
                 "attention_backend",
-                fusion.use_default_backend,
+                fusion.use_default_attention_backend,
                 partial(setattr, fusion, "backend", None),
                 "PyTorch's own choice",
                 required=True,

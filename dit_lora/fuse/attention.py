@@ -23,8 +23,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dit_lora.errors import DitLoraError, format_list
-from dit_lora.fuse.lora import has_observers, is_hooked, project
-from dit_lora.fuse.patches import ATTENTION, Fusion, ProcessorPatch
+from dit_lora.fuse.lora import has_module_or_global_hooks, is_hooked, project_linear_layers
+from dit_lora.fuse.patches import ATTENTION, FusedModelState, ProcessorPatch
 from dit_lora.numerics.attention_calls import attention_call
 from dit_lora.numerics.opaque import COUNTS_ONLY
 from dit_lora_kernels.qk_norm_rope import qk_norm_rope, recoverable
@@ -151,10 +151,10 @@ def project_qkv(attn: Any, hidden_states: torch.Tensor, encoder_hidden_states: t
     k and v come from `encoder_hidden_states`, or from `hidden_states` if that is None.
     """
     if encoder_hidden_states is None:
-        query, key, value = project((attn.to_q, attn.to_k, attn.to_v), hidden_states)
+        query, key, value = project_linear_layers((attn.to_q, attn.to_k, attn.to_v), hidden_states)
         return query, key, value
-    (query,) = project((attn.to_q,), hidden_states)
-    key, value = project((attn.to_k, attn.to_v), encoder_hidden_states)
+    (query,) = project_linear_layers((attn.to_q,), hidden_states)
+    key, value = project_linear_layers((attn.to_k, attn.to_v), encoder_hidden_states)
     return query, key, value
 
 
@@ -164,7 +164,7 @@ def project_output(attn: Any, attention_output: torch.Tensor) -> torch.Tensor:
     output = projection(attention_output)
     # Not called where PyTorch would return its input, and nobody would see the call.
     is_idle = type(dropout) is nn.Dropout and dropout.p == 0
-    if is_idle and not is_hooked(dropout) and not has_observers((dropout,)):
+    if is_idle and not is_hooked(dropout) and not has_module_or_global_hooks((dropout,)):
         return output
     return dropout(output)
 
@@ -180,7 +180,7 @@ def rotate_pairs(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 QK_NORM_NAMES = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 
 
-class Recomputable(NamedTuple):
+class RecomputableTensor(NamedTuple):
     """A tensor together with a function that computes it again in the backward pass, so that it need not be saved."""
 
     tensor: torch.Tensor
@@ -188,7 +188,7 @@ class Recomputable(NamedTuple):
     """Computes the same values, bit for bit. Refers only to tensors that are saved for other reasons."""
 
     @contextmanager
-    def skip_saving(self) -> Iterator[None]:
+    def skip_saving_activation(self) -> Iterator[None]:
         """Context in which autograd does not save the memory of a recomputable tensor.
 
         The backward pass calls `recompute` instead.
@@ -204,22 +204,22 @@ class Recomputable(NamedTuple):
         if outer and counts is None:  # checkpointing or offload: they decide about this tensor too
             yield
             return
-        # Do not close over `self`: `unpack` lives until the backward pass and would keep the tensor alive.
+        # Do not close over `self`: `unpack_saved_tensor` lives until the backward pass and would keep the tensor alive.
         memory, recompute = _get_memory_key(self.tensor), self.recompute
 
-        def pack(saved: torch.Tensor) -> torch.Tensor | tuple[int, ...]:
+        def pack_saved_tensor(saved: torch.Tensor) -> torch.Tensor | tuple[int, ...]:
             # Adapters save the tensor itself or a reshaped view of it: both cover all of its memory.
             if _get_memory_key(saved) == memory:
                 return tuple(saved.shape)
             return counts(saved) if counts else saved
 
-        def unpack(saved: torch.Tensor | tuple[int, ...]) -> torch.Tensor:
+        def unpack_saved_tensor(saved: torch.Tensor | tuple[int, ...]) -> torch.Tensor:
             if isinstance(saved, torch.Tensor):
                 return saved
             with torch.no_grad():
                 return recompute().reshape(saved)
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        with torch.autograd.graph.saved_tensors_hooks(pack_saved_tensor, unpack_saved_tensor):
             yield
 
 
@@ -230,7 +230,7 @@ def _get_memory_key(tensor: torch.Tensor) -> tuple[int, int, int, bool]:
     return memory, int(tensor.storage_offset()), tensor.numel(), tensor.is_contiguous()
 
 
-def _forward_to_stock(name: str) -> property:
+def _delegate_to_stock_attribute(name: str) -> property:
     """A property that reads and writes this attribute of the wrapped stock processor.
 
     It reads as None if the stock processor lacks the attribute.
@@ -239,7 +239,7 @@ def _forward_to_stock(name: str) -> property:
 
 
 class FusedProcessor:
-    """Base class of fused attention processors. Holds the stock processor and the model's `Fusion`."""
+    """Base class of fused attention processors. Holds the stock processor and the model's `FusedModelState`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -248,7 +248,7 @@ class FusedProcessor:
         if call is not None:
             call.__signature__ = inspect.signature(call)
 
-    def __init__(self, stock: Any, fusion: Fusion, attn: Any) -> None:
+    def __init__(self, stock: Any, fusion: FusedModelState, attn: Any) -> None:
         self.stock = stock
         self.fusion = fusion
         self.has_recoverable_norms = True
@@ -262,7 +262,7 @@ class FusedProcessor:
                 break
 
     @property
-    def should_use_stock(self) -> bool:
+    def should_use_stock_processor(self) -> bool:
         """True if an attention layer must run its stock processor instead of the fused one.
 
         Under context parallelism it always must. Subclasses may support context parallelism, or have more conditions.
@@ -279,8 +279,8 @@ class FusedProcessor:
 
     # Diffusers' set_attention_backend and enable_parallelism set these two on a layer's processor. They are forwarded
     # to the stock processor, so that it uses them when it runs, and still has them when the model is unfused.
-    _attention_backend = _forward_to_stock("_attention_backend")
-    _parallel_config = _forward_to_stock("_parallel_config")
+    _attention_backend = _delegate_to_stock_attribute("_attention_backend")
+    _parallel_config = _delegate_to_stock_attribute("_parallel_config")
 
     def get_norm_weight(self, norm: Any) -> torch.Tensor | None:
         """The weight that the norm of q or k multiplies by; None if the norm has no weights."""
@@ -362,7 +362,7 @@ class SharedInputProcessor(FusedProcessor):
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         # Images (B, C, H, W), and text of another batch size, go to the stock code.
         plain = hidden_states.ndim == 3 and len(hidden_states) == len(source)
-        if self.should_use_stock or args or kwargs or not plain:
+        if self.should_use_stock_processor or args or kwargs or not plain:
             # Pass temb on only before other positional arguments: it is for a spatial norm, and there is none.
             positional = (temb, *args) if args else ()
             return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, *positional, **kwargs)

@@ -32,7 +32,7 @@ class _CachedCast:
 CAST_CACHE: WeakKeyDictionary[nn.Module, _CachedCast] = WeakKeyDictionary()
 
 
-def refresh_casts(model: nn.Module) -> None:
+def refresh_lora_casts(model: nn.Module) -> None:
     """Recompute the low-precision copies of LoRA A and B that this model's last forward used.
 
     Copies of all other models are dropped.
@@ -44,7 +44,7 @@ def refresh_casts(model: nn.Module) -> None:
     # A copy of the items, because entries are deleted in the loop.
     for layer, cast in list(CAST_CACHE.items()):
         # Unused casts belong to layers that did not run, such as an adapter that was switched off.
-        if not (cast.is_used and get_fusion(layer) is fusion and _is_current(layer, cast)):
+        if not (cast.is_used and get_fusion(layer) is fusion and _is_cast_current(layer, cast)):
             del CAST_CACHE[layer]
             continue
         cast.is_used = False
@@ -53,10 +53,10 @@ def refresh_casts(model: nn.Module) -> None:
     for (*_, dtype), casts in groups.items():
         lowered = cast_all_lora_factors([(cast.a, cast.b, cast.scaling) for cast in casts], dtype)
         for cast, pair in zip(casts, lowered, strict=True):
-            cast.key, cast.factors = _cast_key(cast.a, cast.b, cast.scaling, dtype), pair
+            cast.key, cast.factors = _get_cast_cache_key(cast.a, cast.b, cast.scaling, dtype), pair
 
 
-def _is_current(layer: nn.Module, cast: _CachedCast) -> bool:
+def _is_cast_current(layer: nn.Module, cast: _CachedCast) -> bool:
     """True if a cached cast is current: the layer has the same LoRA A and B, unsharded and on the same device."""
     # FSDP replaces them with shards and frees their memory; ZeRO-3 leaves them empty; offload moves them.
     pairs = (("lora_A", cast.a, cast.factors[0]), ("lora_B", cast.b, cast.factors[1]))
@@ -81,7 +81,7 @@ def cast_adapter(
     # A traced graph makes its own casts, and fake tensors have no values to cache.
     if torch.compiler.is_compiling() or isinstance(a, FakeTensor):
         return cast_lora_factors(a, b, scaling, dtype)
-    key = _cast_key(a, b, scaling, dtype)
+    key = _get_cast_cache_key(a, b, scaling, dtype)
     cast = CAST_CACHE.get(layer)
     if cast is None or cast.key != key:
         lowered = cast_lora_factors(a, b, scaling, dtype)
@@ -90,7 +90,7 @@ def cast_adapter(
     return cast.factors
 
 
-def _cast_key(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> tuple[object, ...]:
+def _get_cast_cache_key(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> tuple[object, ...]:
     """Cache key of LoRA factors in the compute dtype: versions and addresses of the parameters, scale and dtype."""
     # The version counts in-place writes, such as an optimizer's; the address changes if a parameter is replaced.
     # Tensors made in inference mode cannot be saved for a backward pass.

@@ -11,10 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from dit_lora.errors import DitLoraError
-from dit_lora.fuse.casts import refresh_casts
+from dit_lora.fuse.casts import refresh_lora_casts
 from dit_lora.fuse.patches import ATTENTION, get_fusion
 from dit_lora.guard.comparison.block_parity import ComparisonOptions
-from dit_lora.guard.comparison.parity import Difference, find_first_difference, iter_differences
+from dit_lora.guard.comparison.parity import KernelDifference, find_first_difference, iter_differences
 from dit_lora.guard.fallbacks import Fallback, list_model_fallbacks
 from dit_lora.guard.replay import get_cuda_devices
 
@@ -41,7 +41,7 @@ class FirstForwardHook:
         # Traced or fake tensors have no values to compare, and no mask to read.
         if torch.compiler.is_compiling() or _is_fake(next(model.parameters(), None)):
             return None
-        refresh_casts(model)  # a write to an adapter's `.data` since the last forward left no trace
+        refresh_lora_casts(model)  # a write to an adapter's `.data` since the last forward left no trace
         fusion = get_fusion(model)
         if fusion is not None and fusion.is_on(ATTENTION):
             for name in ("attention_mask", "encoder_attention_mask"):
@@ -53,10 +53,10 @@ class FirstForwardHook:
                 if parameter is not None and parameter.default is None and bool((mask == 1).all()):
                     kwargs = kwargs | {name: None}
         if self.should_check and not self._is_comparing and torch.is_grad_enabled():
-            self._compare_once(model, args, kwargs)
+            self._compare_kernels_once(model, args, kwargs)
         return args, kwargs
 
-    def _compare_once(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def _compare_kernels_once(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Compare fused kernels with the stock model at the shapes of these inputs.
 
         Nothing happens if these shapes were compared before or a comparison is running.
@@ -68,12 +68,12 @@ class FirstForwardHook:
             return
         self._is_comparing = True  # the comparison calls the model, and so this hook
         try:
-            if self._compare(model, args, kwargs):
+            if self._compare_all_kernels(model, args, kwargs):
                 self._compared_shapes.add(shapes)
         finally:
             self._is_comparing = False
 
-    def _compare(self, model: nn.Module, args: Any, kwargs: Any) -> bool:
+    def _compare_all_kernels(self, model: nn.Module, args: Any, kwargs: Any) -> bool:
         """Compare each fused kernel with the stock model, and switch off (or refuse) those that differ.
 
         Returns False if these inputs cannot show a difference, because the stock model's outputs are NaN or Inf.
@@ -101,7 +101,7 @@ class FirstForwardHook:
         kernels = [switch for switch in list_model_fallbacks(model) if switch.name != "compile"]
         options = ComparisonOptions(adds_second_row=_is_single_sample(model, args, kwargs))
 
-        def compare_kernel(fallback: Fallback, other_fallbacks: Sequence[Fallback]) -> Difference | None:
+        def compare_kernel(fallback: Fallback, other_fallbacks: Sequence[Fallback]) -> KernelDifference | None:
             return find_first_difference(
                 fallback, compute_losses, model, disabled_fallbacks=other_fallbacks, options=options
             )

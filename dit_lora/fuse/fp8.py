@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dit_lora.fuse.patches import Fusion, get_class_name, get_fusion
+from dit_lora.fuse.patches import FusedModelState, get_class_name, get_fusion
 from dit_lora.guard.fallbacks import Fallback
 from dit_lora.numerics.tolerances import FP8_TOLERANCE
 from dit_lora_kernels.fp8 import Fp8Weight, can_multiply_in_fp8, quantize_weight
@@ -45,7 +45,7 @@ def find_fp8_problem(layer: Any) -> str | None:
     return None
 
 
-def record_fp8_layers(model: nn.Module, fusion: Fusion) -> None:
+def record_fp8_layers(model: nn.Module, fusion: FusedModelState) -> None:
     """Record in `fusion` which LoRA layers multiply in fp8, and why the rest do not."""
     for name in [name for op, name in fusion.patched_modules if op == REQUIRED_OP]:
         reason = find_fp8_problem(model.get_submodule(name))
@@ -64,10 +64,10 @@ def get_fp8_weight(layer: nn.Module, base: Any, dtype: torch.dtype) -> Fp8Weight
     if torch.compiler.is_compiling():
         cached = layer.__dict__.get(_CACHE_ATTRIBUTE)
         return None if cached is None else cached.weight
-    return _get_or_quantize(layer, base.weight)
+    return _get_or_quantize_weight(layer, base.weight)
 
 
-def _get_or_quantize(layer: nn.Module, weight: Tensor) -> Fp8Weight | None:
+def _get_or_quantize_weight(layer: nn.Module, weight: Tensor) -> Fp8Weight | None:
     """The fp8 copy of a layer's weight, created if it is missing or out of date.
 
     None if the weight cannot be in fp8.
@@ -98,7 +98,7 @@ def count_fp8_bytes(model: nn.Module) -> int:
     return sum(2 * shape.numel() + 4 * sum(shape) for shape in shapes)
 
 
-def enable_fp8(model: nn.Module, fusion: Fusion, *, required: bool) -> Fallback:
+def enable_fp8(model: nn.Module, fusion: FusedModelState, *, required: bool) -> Fallback:
     """Keep the weights of the recorded layers in fp8 from the next forward on.
 
     Returns the guard's fallback that turns fp8 off.
@@ -106,21 +106,21 @@ def enable_fp8(model: nn.Module, fusion: Fusion, *, required: bool) -> Fallback:
     weights = Fp8Weights(model, fusion)
     fusion.hooks.append(weights)
 
-    def turn_off() -> None:
+    def disable_fp8() -> None:
         fusion.op_states[OP] = False
         weights.drop()
 
     disabled = partial(fusion.disable_op, OP)
     # Not part of `kernels`: those must agree to the last bits of fp32, which fp8 cannot.
     return Fallback(
-        OP, "kernel", disabled, turn_off, "the weights' own dtype", required=required, rounding_error=FP8_TOLERANCE
+        OP, "kernel", disabled, disable_fp8, "the weights' own dtype", required=required, rounding_error=FP8_TOLERANCE
     )
 
 
 class Fp8Weights:
     """Forward pre-hook of a fused model that rounds new or changed weights to fp8 before the blocks run."""
 
-    def __init__(self, model: nn.Module, fusion: Fusion) -> None:
+    def __init__(self, model: nn.Module, fusion: FusedModelState) -> None:
         self._layers: list[Any] = [model.get_submodule(name) for op, name in fusion.patched_modules if op == OP]
         self._handle = model.register_forward_pre_hook(self)
 
@@ -129,7 +129,7 @@ class Fp8Weights:
         if torch.compiler.is_compiling() or fusion is None or not fusion.is_on(OP):
             return
         for layer in self._layers:
-            _get_or_quantize(layer, layer.base_layer.weight)
+            _get_or_quantize_weight(layer, layer.base_layer.weight)
 
     def drop(self) -> None:
         """Free the fp8 copies of the model's weights."""

@@ -37,7 +37,7 @@ def choose_norm_function(
     support = triton_support()
     if mode == "auto" and support.mode != "gpu":
         return None, support.reason
-    difference = _find_difference(trained_tensors)
+    difference = _find_norm_difference(trained_tensors)
     if difference is None:
         return finite_norms, None
     # `auto` reports the reason and continues; `on` must not silently train with another norm.
@@ -46,7 +46,7 @@ def choose_norm_function(
     return None, difference
 
 
-def _find_difference(trained_tensors: Sequence[torch.Tensor]) -> str | None:
+def _find_norm_difference(trained_tensors: Sequence[torch.Tensor]) -> str | None:
     """How the kernel's norms of random gradients differ from PyTorch's; None if they agree."""
     generator = torch.Generator(trained_tensors[0].device).manual_seed(0)
     values = [

@@ -43,7 +43,7 @@ SUPPORTED_BASES = {
 _PLAIN_TENSORS = (nn.Parameter, Tensor, FakeTensor)
 
 _OUTPUT_ATTRIBUTE = "_dit_lora_projected"
-"""Attribute in which `project` stores (input, output) for the layer's own call."""
+"""Attribute in which `project_linear_layers` stores (input, output) for the layer's own call."""
 
 
 def has_lora(model: nn.Module) -> bool:
@@ -53,19 +53,19 @@ def has_lora(model: nn.Module) -> bool:
 
 def find_lora_problem(layer: Any) -> str | None:
     """Reason why a layer must run PEFT's own LoRA forward; None if `lora_linear` computes the same."""
-    parts = _read_operands(layer)
+    parts = _read_lora_operands(layer)
     return parts if isinstance(parts, str) else None
 
 
 def lora_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """A LoRA linear layer's output (..., O), computed with `lora_linear` if `find_lora_problem` is None."""
-    # While compiling, `project` leaves nothing here, and Dynamo could not trace the look.
+    # While compiling, `project_linear_layers` leaves nothing here, and Dynamo could not trace the look.
     if not torch.compiler.is_compiling():
         # Compare the input by identity: if a hook replaced it, the stored output belongs to another input.
         source, y = layer.__dict__.pop(_OUTPUT_ATTRIBUTE, (None, None))
         if source is x and y is not None and not (args or kwargs):
             return y
-    parts = "given more than x" if args or kwargs else _read_operands(layer)
+    parts = "given more than x" if args or kwargs else _read_lora_operands(layer)
     if isinstance(parts, str):
         return type(layer).forward(layer, x, *args, **kwargs)
     dtype = compute_dtype(x, parts.weight)
@@ -73,7 +73,7 @@ def lora_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return _add_frozen_adapters(layer, parts.frozen_adapters, x, y) if parts.frozen_adapters else y
 
 
-def project(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
+def project_linear_layers(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
     """Apply several linear layers to the same input (..., I).
 
     If all are fused LoRA layers, x is saved for backward only once.
@@ -85,7 +85,7 @@ def project(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
     if outputs is None:
         return tuple(layer(x) for layer in layers)
     # No observers, so no calls are needed: no layer with hooks comes here while compiling (`_project_shared_input`).
-    if torch.compiler.is_compiling() or not has_observers(layers):
+    if torch.compiler.is_compiling() or not has_module_or_global_hooks(layers):
         return outputs
     for layer, y in zip(layers, outputs, strict=True):
         layer.__dict__[_OUTPUT_ATTRIBUTE] = (x, y)
@@ -97,7 +97,7 @@ def project(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
             layer.__dict__.pop(_OUTPUT_ATTRIBUTE, None)
 
 
-def has_observers(layers: Sequence[nn.Module]) -> bool:
+def has_module_or_global_hooks(layers: Sequence[nn.Module]) -> bool:
     """True if calling any of the layers runs hooks. They are hooks of the layer or PyTorch's global module hooks."""
     if _has_any_global_hook():
         return True
@@ -120,10 +120,10 @@ def _project_shared_input(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tenso
         fusion = get_fusion(layer)
         if fusion is None or not fusion.is_on(OP) or not has_patched_forward(layer):
             return None
-        # While compiling, `project` does not call the layers, so hooks would miss their calls.
+        # While compiling, `project_linear_layers` does not call the layers, so hooks would miss their calls.
         if torch.compiler.is_compiling() and _has_hooks(layer):
             return None
-        reading = _read_operands(layer)
+        reading = _read_lora_operands(layer)
         if isinstance(reading, str):
             return None
         parts.append(reading)
@@ -177,7 +177,7 @@ def _get_base_dtype(operands: _LoraOperands) -> torch.dtype | None:
     return None if operands.weight is None else operands.weight.dtype
 
 
-def _read_operands(layer: Any) -> _LoraOperands | str:
+def _read_lora_operands(layer: Any) -> _LoraOperands | str:
     """The operands of a LoRA layer, or the reason (text) why its forward does more than `lora_linear` computes."""
     # By exact class: a subclass may compute something else.
     base_classes = SUPPORTED_BASES.get(get_class_name(layer))

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from dit_lora.errors import DitLoraError, format_list
-from dit_lora.numerics.opaque import set_fused_test
+from dit_lora.numerics.opaque import set_fused_module_test
 
 OPS = ("lora_linear", "fp8", "qk_norm_rope", "ada_norm", "relu_linear_attention", "silu_dwconv_glu", "liger")
 """Ops that can replace part of a model, by their names in `kernels:`."""
@@ -29,7 +29,7 @@ _FUSION_ATTRIBUTE = "_fusion"
 
 
 @dataclass
-class Fusion:
+class FusedModelState:
     """State of one fused model: its patches, and which fused ops are on at the moment."""
 
     op_states: dict[str, bool]
@@ -69,7 +69,7 @@ class Fusion:
             self.stock = was_stock
 
     @contextmanager
-    def use_default_backend(self) -> Iterator[None]:
+    def use_default_attention_backend(self) -> Iterator[None]:
         """Context in which PyTorch, not the user's setting, chooses the attention backend of a fused model."""
         old_backend, self.backend = self.backend, None
         try:
@@ -103,7 +103,7 @@ Forward = Callable[..., Any]
 ProblemFinder = Callable[[Any], str | None]
 
 
-def _accept_module(_module: Any) -> None:
+def _accept_any_module(_module: Any) -> None:
     return None
 
 
@@ -126,9 +126,9 @@ class ForwardPatch:
     op: str
     forward: Forward
     """Called with the module and the stock forward's arguments."""
-    find_problem: ProblemFinder = _accept_module
+    find_problem: ProblemFinder = _accept_any_module
     """Why this instance keeps its own forward, in a few words; None if it can be patched."""
-    find_current_problem: ProblemFinder = _accept_module
+    find_current_problem: ProblemFinder = _accept_any_module
     """Why this instance would run its own forward at the moment: the patch asks again at every call."""
     replaces_submodules: bool = False
     """True if the forward calls none of the module's submodules."""
@@ -140,10 +140,10 @@ class ProcessorPatch:
 
     target_class: str
     op: str
-    build_processor: Callable[[Any, Fusion, Any], Any]
+    build_processor: Callable[[Any, FusedModelState, Any], Any]
     """Makes the fused processor from the stock one, the fusion and the attention layer. It keeps the stock one as
     `stock`, and runs that while it is off."""
-    find_problem: ProblemFinder = _accept_module
+    find_problem: ProblemFinder = _accept_any_module
     """Why this attention module keeps its stock processor; None if it can be patched."""
     get_extra_ops: Callable[[Any], tuple[str, ...]] | None = None
     """Other ops that the processor runs on this attention layer while they are on; None for no others."""
@@ -156,19 +156,19 @@ def get_class_name(instance: object) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def get_fusion(model: nn.Module) -> Fusion | None:
-    """The patch state (`Fusion`) of a fused model or of any of its patched modules; None if it is not fused."""
+def get_fusion(model: nn.Module) -> FusedModelState | None:
+    """The patch state (`FusedModelState`) of a fused model or of any of its patched modules; None if it is not fused."""
     return model.__dict__.get(_FUSION_ATTRIBUTE)
 
 
-def set_fusion(module: nn.Module, fusion: Fusion) -> None:
-    """Record on a module which patch state (`Fusion`) it belongs to."""
+def set_fusion(module: nn.Module, fusion: FusedModelState) -> None:
+    """Record on a module which patch state (`FusedModelState`) it belongs to."""
     # Bypass nn.Module's `__setattr__`, so that no walk over parameters, buffers or submodules finds it: state dicts
     # and PEFT see the stock model.
     module.__dict__[_FUSION_ATTRIBUTE] = fusion
 
 
-def patch_forward(name: str, module: nn.Module, fusion: Fusion, patch: ForwardPatch) -> None:
+def patch_forward(name: str, module: nn.Module, fusion: FusedModelState, patch: ForwardPatch) -> None:
     """Replace the forward of one module instance with the fused one, or record why not."""
     reason = patch.find_problem(module)
     if reason is None and "forward" in module.__dict__:
@@ -182,7 +182,7 @@ def patch_forward(name: str, module: nn.Module, fusion: Fusion, patch: ForwardPa
     module.forward = MethodType(_make_forward_with_op_switch(patch.op, patch.forward, type(module).forward), module)
     # The submodules are then not called: code that observes modules one by one must not expect them.
     if patch.replaces_submodules:
-        set_fused_test(module, partial(fusion.is_on, patch.op))
+        set_fused_module_test(module, partial(fusion.is_on, patch.op))
     # Patched either way: adapters are merged and disabled at run time, and the forward checks at every call.
     reason = patch.find_current_problem(module)
     if reason is None:
@@ -196,7 +196,7 @@ def _make_forward_with_op_switch(op: str, fused: Forward, stock: Forward) -> For
 
     @functools.wraps(stock)  # Diffusers and Accelerate read its signature
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Read from the module, not closed over: a deep copy of a fused model has its own Fusion.
+        # Read from the module, not closed over: a deep copy of a fused model has its own FusedModelState.
         if module.__dict__[_FUSION_ATTRIBUTE].is_on(op):
             return fused(module, *args, **kwargs)
         return stock(module, *args, **kwargs)
@@ -205,7 +205,7 @@ def _make_forward_with_op_switch(op: str, fused: Forward, stock: Forward) -> For
     return forward
 
 
-def patch_processor(name: str, attention: Any, fusion: Fusion, patch: ProcessorPatch) -> None:
+def patch_processor(name: str, attention: Any, fusion: FusedModelState, patch: ProcessorPatch) -> None:
     """Replace the processor of an attention layer with the fused one, or record why not."""
     reason = patch.find_problem(attention)
     if reason is not None:
@@ -236,7 +236,7 @@ def restore_modules(model: nn.Module) -> None:
         processor: Any = getattr(module, "processor", None)
         if hasattr(processor, "fusion"):  # ours, not a processor that was set later
             module.processor = processor.stock
-        set_fused_test(module, None)
+        set_fused_module_test(module, None)
         del module.__dict__[_FUSION_ATTRIBUTE]
     model.__dict__.pop("fuse_qkv_projections", None)
 
@@ -274,7 +274,7 @@ _DROPS_LORA = (
 )
 
 
-def stock_processor(module: nn.Module) -> Any:
+def get_stock_processor(module: nn.Module) -> Any:
     """The stock processor of an attention layer, without wrappers; None for modules without a processor."""
     # A model family may have wrapped it before (Sana's in fp32): the inner processor decides about the patch.
     processor: Any = getattr(module, "processor", None)
@@ -291,7 +291,7 @@ def find_unsupported_norm(norms: Iterable[object], *classes: type) -> str | None
     return None
 
 
-def require_norms(names: Sequence[str], *classes: type) -> ProblemFinder:
+def make_norm_class_check(names: Sequence[str], *classes: type) -> ProblemFinder:
     """Create a check that names the first of a module's norms (by attribute) whose class is not in `classes`."""
 
     def find_problem(module: Any) -> str | None:

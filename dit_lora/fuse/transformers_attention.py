@@ -99,7 +99,7 @@ class AttentionChoice:
             return []
 
         @contextmanager
-        def use_default() -> Iterator[None]:
+        def use_default_attention() -> Iterator[None]:
             previous = list_implementations(model)
             model.set_attn_implementation(DEFAULT_IMPLEMENTATION)
             try:
@@ -110,7 +110,7 @@ class AttentionChoice:
         fallback = Fallback(
             f"attention:{self.name}",
             "attention_backend",
-            use_default,
+            use_default_attention,
             partial(model.set_attn_implementation, DEFAULT_IMPLEMENTATION),
             "PyTorch's own attention",
             required=True,

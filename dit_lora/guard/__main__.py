@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from dit_lora.config.recovery_settings import GRADIENT_CHECK_INTERVAL, LoopConfig
-from dit_lora.errors import reported_errors
+from dit_lora.errors import report_errors_and_exit
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
-    with reported_errors():
+    with report_errors_and_exit():
         from dit_lora.guard.attach.monitoring import OPTIONAL_CHECKS
         from dit_lora.guard.attach.run_script import run_script
 

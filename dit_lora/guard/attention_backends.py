@@ -58,7 +58,7 @@ class TensorLayout(NamedTuple):
     def __str__(self) -> str:
         return "x".join(map(str, self.shape))
 
-    def limit_heads(self, max_heads: int) -> "TensorLayout":
+    def keep_one_sample_and_few_heads(self, max_heads: int) -> "TensorLayout":
         """Layout of one sample and of at most `max_heads` of its heads, with the same strides."""
         # The leading dimensions are batch and heads, or heads only; the last two are length and head width.
         leading_shape = self.shape[:-2]
@@ -80,7 +80,7 @@ class TensorLayout(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Mask:
+class AttentionMaskLayout:
     """Description of an `attn_mask` without its values."""
 
     layout: TensorLayout
@@ -103,7 +103,7 @@ class AttentionCall:
     value: TensorLayout
     dtype: torch.dtype
     device: torch.device
-    mask: Mask | None
+    mask: AttentionMaskLayout | None
     dropout_p: float
     is_causal: bool
     scale: float | None
@@ -138,22 +138,22 @@ class AttentionCall:
         facts += ["causal"] * self.is_causal + ["grouped queries"] * self.enable_gqa
         return ", ".join(facts)
 
-    def shrink(self) -> "AttentionCall":
+    def reduce_to_one_sample(self) -> "AttentionCall":
         """Reduce an attention call to one sample and two heads.
 
         Lengths, D and strides, on which bugs depend, are unchanged. With grouped queries, two groups of at most two
         queries are kept.
         """
-        key, heads = self.key.limit_heads(2), 2
+        key, heads = self.key.keep_one_sample_and_few_heads(2), 2
         if self.enable_gqa:
             # Each key head serves a group of query heads. Keep at most two queries of each group.
             heads = key.shape[-3] * min(2, self.query.shape[-3] // self.key.shape[-3])
         return replace(
             self,
-            query=self.query.limit_heads(heads),
+            query=self.query.keep_one_sample_and_few_heads(heads),
             key=key,
-            value=self.value.limit_heads(2),
-            mask=self.mask and replace(self.mask, layout=self.mask.layout.limit_heads(heads)),
+            value=self.value.keep_one_sample_and_few_heads(2),
+            mask=self.mask and replace(self.mask, layout=self.mask.layout.keep_one_sample_and_few_heads(heads)),
         )
 
 
@@ -240,7 +240,9 @@ def _describe_call(
         else:
             # In a boolean mask True keeps a key, so a row without any True is empty.
             empty_rows, min_value = ~values.any(-1), 0.0
-        mask = Mask(TensorLayout.from_tensor(attn_mask), mask_dtype, min_value, has_empty_row=bool(empty_rows.any()))
+        mask = AttentionMaskLayout(
+            TensorLayout.from_tensor(attn_mask), mask_dtype, min_value, has_empty_row=bool(empty_rows.any())
+        )
     return AttentionCall(
         query=TensorLayout.from_tensor(query),
         key=TensorLayout.from_tensor(key),
@@ -268,10 +270,10 @@ def measure_backend_parity(
 ) -> BackendParity:
     """Compare one attention backend's values and gradients at this call, on random inputs, with fp64 math.
 
-    Runs `call.shrink()` once for each kind of inputs of `_make_random_inputs`, without dropout, which cannot be
+    Runs `call.reduce_to_one_sample()` once for each kind of inputs of `_make_random_inputs`, without dropout, which cannot be
     compared; the largest errors count.
     """
-    small = call.shrink()
+    small = call.reduce_to_one_sample()
     input_kinds = ["usual", "low"]
     if call.mask is not None and call.mask.has_empty_row:
         input_kinds.append("empty_row")
@@ -282,7 +284,7 @@ def measure_backend_parity(
             warnings.simplefilter("always")  # where torch says why a backend cannot run a call
             try:
                 with use_only_backend(name):
-                    results = _compute_results(small, inputs, attention)
+                    results = _compute_attention_results(small, inputs, attention)
             except torch.AcceleratorError:
                 raise  # the device is lost, so nothing else can run on it
             except RuntimeError as error:
@@ -296,7 +298,7 @@ def measure_backend_parity(
     return BackendParity(call, name, True, "", dict(zip(_RESULT_NAMES, worst, strict=True)))
 
 
-class _Inputs(NamedTuple):
+class _AttentionInputs(NamedTuple):
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
@@ -304,7 +306,7 @@ class _Inputs(NamedTuple):
     mask: torch.Tensor | None
 
 
-def _make_random_inputs(call: AttentionCall, kind: str, seed: int) -> _Inputs:
+def _make_random_inputs(call: AttentionCall, kind: str, seed: int) -> _AttentionInputs:
     """Random inputs in the layouts of an attention call.
 
     A mask hides 3 keys in 10, and never all except in one row of `empty_row`. `low` makes every logit smaller by 120
@@ -323,10 +325,10 @@ def _make_random_inputs(call: AttentionCall, kind: str, seed: int) -> _Inputs:
         for layout, values in zip(layouts, (query, key, value, grad), strict=True)
     )
     mask = None if call.mask is None else _make_random_mask(call, call.mask, kind, random)
-    return _Inputs(query, key, value, grad, mask)
+    return _AttentionInputs(query, key, value, grad, mask)
 
 
-def _make_random_mask(call: AttentionCall, mask: Mask, kind: str, rng: torch.Generator) -> torch.Tensor:
+def _make_random_mask(call: AttentionCall, mask: AttentionMaskLayout, kind: str, rng: torch.Generator) -> torch.Tensor:
     # Boolean, True for about 7 keys in 10.
     allowed = torch.rand(mask.layout.stored_shape, generator=rng) < 0.7
     # Keep the first key, so that rows are empty only where that is intended.
@@ -341,7 +343,9 @@ def _make_random_mask(call: AttentionCall, mask: Mask, kind: str, rng: torch.Gen
     return mask.layout.build_tensor(allowed, dtype=mask.dtype, device=call.device)
 
 
-def _compute_results(call: AttentionCall, inputs: _Inputs, attention: Attention) -> list[torch.Tensor]:
+def _compute_attention_results(
+    call: AttentionCall, inputs: _AttentionInputs, attention: Attention
+) -> list[torch.Tensor]:
     """Compute attention and its gradients: out, dq, dk and dv, each detached."""
     # Fresh leaves, so that their gradients are exactly dq, dk and dv.
     leaves = [tensor.detach().requires_grad_() for tensor in inputs[:3]]
@@ -352,8 +356,8 @@ def _compute_results(call: AttentionCall, inputs: _Inputs, attention: Attention)
         return [output.detach(), *torch.autograd.grad(output, leaves, inputs.grad)]
 
 
-def _compute_reference(call: AttentionCall, inputs: _Inputs) -> list[torch.Tensor]:
-    """Compute attention and its gradients in fp64, as the reference for `_compute_results`.
+def _compute_fp64_attention(call: AttentionCall, inputs: _AttentionInputs) -> list[torch.Tensor]:
+    """Compute attention and its gradients in fp64, as the reference for `_compute_attention_results`.
 
     It is computed for a slice of the queries at a time to limit memory.
     """
@@ -372,15 +376,15 @@ def _compute_reference(call: AttentionCall, inputs: _Inputs) -> list[torch.Tenso
     for start in range(0, length, _QUERIES_PER_CHUNK):
         # Queries are (..., L, D) and the mask is (..., L, S): slice both along L.
         rows = (..., slice(start, start + _QUERIES_PER_CHUNK), slice(None))
-        part = _Inputs(query[rows], key, value, grad[rows], None if mask is None else mask[rows])
+        part = _AttentionInputs(query[rows], key, value, grad[rows], None if mask is None else mask[rows])
         with use_only_backend("math"):
-            parts.append(_compute_results(call, part, F.scaled_dot_product_attention))
+            parts.append(_compute_attention_results(call, part, F.scaled_dot_product_attention))
     # The output and dq belong to single queries, while dk and dv are sums over all queries.
     output_parts, query_grads, key_grads, value_grads = zip(*parts, strict=True)
     return [torch.cat(output_parts, -2), torch.cat(query_grads, -2), sum(key_grads), sum(value_grads)]
 
 
-def _compute_errors(call: AttentionCall, inputs: _Inputs, results: Sequence[torch.Tensor]) -> torch.Tensor:
+def _compute_errors(call: AttentionCall, inputs: _AttentionInputs, results: Sequence[torch.Tensor]) -> torch.Tensor:
     """The largest error of each attention result, divided by its largest reference value, (4,).
 
     The divisor is at least the size that a result has with evenly spread attention: with one key, or with every key
@@ -397,7 +401,7 @@ def _compute_errors(call: AttentionCall, inputs: _Inputs, results: Sequence[torc
     )
     errors = [
         (result.double() - expected).abs().max() / expected.abs().max().clamp(min=size)
-        for result, expected, size in zip(results, _compute_reference(call, inputs), sizes, strict=True)
+        for result, expected, size in zip(results, _compute_fp64_attention(call, inputs), sizes, strict=True)
     ]
     return torch.stack(errors)
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from dit_lora.errors import format_list
-from dit_lora.files import read_regular, write_atomically
+from dit_lora.files import read_regular_file, write_atomically
 from dit_lora.guard.attention_backends import BACKENDS, AttentionCall, BackendParity, measure_backend_parity
 from dit_lora.numerics.adapter_tensors import get_layer_name, is_adapter_tensor, is_zero_initialized
 from dit_lora.numerics.dtensors import gather_full_tensor, get_local_tensor
@@ -205,7 +205,7 @@ def read_cached_findings(path: Path, facts: Mapping[str, Any]) -> list[CheckFind
     return _read_cache(path).get(compute_fingerprint(facts), [])
 
 
-def is_cached(path: Path, facts: Mapping[str, Any]) -> bool:
+def has_cached_findings(path: Path, facts: Mapping[str, Any]) -> bool:
     """True if check results are stored for these facts, such as versions, device and shapes."""
     return compute_fingerprint(facts) in _read_cache(path)
 
@@ -251,7 +251,7 @@ def compute_fingerprint(facts: Mapping[str, Any]) -> str:
 def _read_cache(path: Path) -> dict[str, list[CheckFinding]]:
     try:
         # The cache is optional: if the file cannot be read, the checks run again.
-        stored = parse_json(read_regular(path))
+        stored = parse_json(read_regular_file(path))
         if stored["version"] != _CACHE_VERSION:
             return {}
         findings_by_key = stored["found"]

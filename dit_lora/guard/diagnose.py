@@ -22,8 +22,8 @@ import torch
 from dit_lora.errors import format_remaining_count
 from dit_lora.guard.diagnosis import Diagnosis, DiagnosisContext, PendingDiagnosis
 from dit_lora.guard.fallbacks import Fallback, convert_to_fp32
-from dit_lora.guard.probe import Trace
-from dit_lora.guard.replay import MicroBatch, Outcome, RankTrace, trace_micro_batch
+from dit_lora.guard.probe import OpTrace
+from dit_lora.guard.replay import MicroBatch, RankTrace, ReplayOutcome, trace_micro_batch
 from dit_lora.guard.state_checks import (
     compute_weight_peak,
     diagnose_diverged_weights,
@@ -31,7 +31,7 @@ from dit_lora.guard.state_checks import (
     find_grown_weights,
     is_unusable_magnitude,
 )
-from dit_lora.numerics.dtensors import is_sharded, needs_all_ranks
+from dit_lora.numerics.dtensors import has_collective_forward, is_sharded
 from dit_lora.numerics.finite import describe_bad_values
 from dit_lora.numerics.labels import find_label_problem
 from dit_lora.numerics.memory import has_memory_for_fp32
@@ -65,26 +65,28 @@ def diagnose(
     if diagnosis is not None:
         return diagnosis
     # A pass of a sharded model would wait for ranks that are not diagnosing.
-    if needs_all_ranks(context.model) and not context.collective_forward:
+    if has_collective_forward(context.model) and not context.collective_forward:
         # A loss belongs to a sample; a gradient is summed over all samples and names none.
         ids = micro_batch.ids if kind in ("non_finite_loss", "bad_data") else ()
         message = "not replayed: the model is sharded, and one rank cannot run it alone"
-        return pending.conclude("unknown", message, sample_ids=ids)
+        return pending.build_final_diagnosis("unknown", message, sample_ids=ids)
     try:
         return _diagnose_by_replay(pending)
     except InconsistentReplayError:
         # A failure rate over two or three runs would be meaningless.
         while pending.num_runs < _MIN_RUNS_FOR_RATE:
-            pending.rerun()
+            pending.rerun_micro_batch()
         pending.evidence["replays"] = {"failed": pending.num_failed, "of": pending.num_runs}
         pending.rank = -1  # the failure is not tied to the module at which one run began to fail
         runs = f"{pending.num_failed} of {pending.num_runs} runs with equal inputs"
-        return pending.conclude("transient", f"it fails in {runs}: faulty hardware or memory, or a race condition")
+        return pending.build_final_diagnosis(
+            "transient", f"it fails in {runs}: faulty hardware or memory, or a race condition"
+        )
     except torch.OutOfMemoryError:
         if context.collective_forward:
             raise  # other ranks may wait in the middle of a pass for this one
         message = "no cause found: a replay does not fit into memory next to the loop's own tensors"
-        return pending.conclude("unknown", message, sample_ids=micro_batch.ids)
+        return pending.build_final_diagnosis("unknown", message, sample_ids=micro_batch.ids)
 
 
 def _diagnose_by_replay(pending: PendingDiagnosis) -> Diagnosis:
@@ -92,10 +94,10 @@ def _diagnose_by_replay(pending: PendingDiagnosis) -> Diagnosis:
 
     Raises `InconsistentReplayError` if it fails only in some of them.
     """
-    context, outcome = pending.context, pending.rerun()
+    context, outcome = pending.context, pending.rerun_micro_batch()
     # The same inputs must fail each time: a random failure proves no cause.
     for _ in range(NUM_REPLAYS - 1):
-        repeat = pending.rerun()
+        repeat = pending.rerun_micro_batch()
         if pending.is_healthy(repeat) != pending.is_healthy(outcome):
             raise InconsistentReplayError
     if not pending.num_failed:
@@ -105,14 +107,14 @@ def _diagnose_by_replay(pending: PendingDiagnosis) -> Diagnosis:
         if is_unusable_magnitude(peak, context.start_peak):
             return diagnose_diverged_weights(pending.micro_batch, context)
         pending.evidence["replays"] = {"failed": 0, "of": pending.num_runs}
-        return pending.conclude("transient", "finite when it was replayed, so the data is not the cause")
+        return pending.build_final_diagnosis("transient", "finite when it was replayed, so the data is not the cause")
     if (label_diagnosis := _find_unlabelled_samples(pending, outcome)) is not None:
         return label_diagnosis
     # With sequence parallelism, ranks hold different tokens of a micro-batch; with only sharded weights, the same.
     ranks_share_inputs = context.collective_forward and is_sharded(context.model)
     # Ranks that compute the same must fail together. One that fails where others succeed is the cause.
     if outcome.failed_ranks and ranks_share_inputs:
-        return _diagnose_failing_ranks(pending, outcome.failed_ranks, lambda: pending.rerun().failed_ranks)
+        return _diagnose_failing_ranks(pending, outcome.failed_ranks, lambda: pending.rerun_micro_batch().failed_ranks)
     pending.evidence["replays"] = {"failed": pending.num_failed, "of": pending.num_runs}
     # A probed run finds the first bad value. It changes nothing, so it comes before the experiments.
     traced_run = _probe_failure(pending)
@@ -125,7 +127,7 @@ def _diagnose_by_replay(pending: PendingDiagnosis) -> Diagnosis:
         )
     else:
         diagnosis = _run_experiments(pending)
-    return _add_location(diagnosis, traced_run.trace, outcome, pending.micro_batch)
+    return _add_fault_location(diagnosis, traced_run.trace, outcome, pending.micro_batch)
 
 
 def _diagnose_failing_ranks(
@@ -138,7 +140,7 @@ def _diagnose_failing_ranks(
     ranks = ", ".join(map(str, failing_ranks))
     message = f"it fails only on rank {ranks}: other ranks run the same micro-batch and are healthy"
     pending.evidence["replays"] = {"failed": pending.num_failed, "of": pending.num_runs}
-    return pending.conclude("rank", message)
+    return pending.build_final_diagnosis("rank", message)
 
 
 def _probe_failure(pending: PendingDiagnosis) -> RankTrace:
@@ -149,7 +151,7 @@ def _probe_failure(pending: PendingDiagnosis) -> RankTrace:
         if pending.context.collective_forward:
             raise
         pending.evidence["trace"] = "not taken: a probed run does not fit into memory"
-        return RankTrace(Trace(), pending.rank)
+        return RankTrace(OpTrace(), pending.rank)
 
 
 def _find_bad_data(pending: PendingDiagnosis) -> Diagnosis | None:
@@ -165,12 +167,12 @@ def _find_bad_data(pending: PendingDiagnosis) -> Diagnosis | None:
         if descriptions and sample not in faults:
             faults[sample] = "; ".join(descriptions)
     if faults:
-        return pending.conclude("data", _format_faults(faults), sample_ids=tuple(faults))
+        return pending.build_final_diagnosis("data", _format_faults(faults), sample_ids=tuple(faults))
     # A mean over the tokens of all samples is NaN only if none has a label. For losses per sample see
     # `_find_unlabelled_samples`.
     labels = _find_label_faults(batch)
     if labels and len(labels) == len(batch.ids):
-        return pending.conclude("labels", _format_faults(labels), sample_ids=tuple(labels))
+        return pending.build_final_diagnosis("labels", _format_faults(labels), sample_ids=tuple(labels))
     return None
 
 
@@ -181,7 +183,7 @@ def _find_label_faults(batch: MicroBatch) -> dict[str, str]:
     return {sample: fault for sample, fault in faults.items() if fault}
 
 
-def _find_unlabelled_samples(pending: PendingDiagnosis, outcome: Outcome) -> Diagnosis | None:
+def _find_unlabelled_samples(pending: PendingDiagnosis, outcome: ReplayOutcome) -> Diagnosis | None:
     """Diagnosis naming the samples without a label, if losses are per sample and only theirs are NaN; else None."""
     batch = pending.micro_batch
     labels = _find_label_faults(batch)
@@ -189,7 +191,7 @@ def _find_unlabelled_samples(pending: PendingDiagnosis, outcome: Outcome) -> Dia
     bad = {sample for sample, loss in zip(batch.ids, outcome.losses, strict=False) if loss != loss}
     if not labels or len(outcome.losses) != len(batch.ids) or bad != labels.keys():
         return None
-    return pending.conclude("labels", _format_faults(labels), sample_ids=tuple(labels))
+    return pending.build_final_diagnosis("labels", _format_faults(labels), sample_ids=tuple(labels))
 
 
 def _format_faults(faults: Mapping[str, str]) -> str:
@@ -219,13 +221,15 @@ def _run_experiments(pending: PendingDiagnosis) -> Diagnosis:
     fallback = find_faulty_component(pending)
     if fallback is not None:
         message = f"finite with {fallback.name} switched off ({fallback.replacement} in its place)"
-        return pending.conclude(fallback.cause, message, switch=fallback.name)
+        return pending.build_final_diagnosis(fallback.cause, message, switch=fallback.name)
     if pending.kind != "zero_gradient" and _should_try_fp32(pending) and is_healthy_in_fp32(pending):
-        return pending.conclude("precision", "finite in fp32: the values exceed the range of the dtype")
+        return pending.build_final_diagnosis("precision", "finite in fp32: the values exceed the range of the dtype")
     return isolate_sample(pending)
 
 
-def _add_location(diagnosis: Diagnosis, trace: Trace, outcome: Outcome, micro_batch: MicroBatch) -> Diagnosis:
+def _add_fault_location(
+    diagnosis: Diagnosis, trace: OpTrace, outcome: ReplayOutcome, micro_batch: MicroBatch
+) -> Diagnosis:
     """Add to a diagnosis the first bad module and op, the timesteps, and the samples with bad inputs."""
     timesteps = outcome.timesteps
     if diagnosis.sample_ids:
@@ -234,7 +238,7 @@ def _add_location(diagnosis: Diagnosis, trace: Trace, outcome: Outcome, micro_ba
         timesteps = tuple(outcome.timesteps[row] for row in rows)
     # A bad value that the forward hid may still be the one that makes the backward fail.
     hidden = None if trace.bad_inputs else next(iter(trace.hidden_origins), None)
-    origin = trace.origin or hidden
+    origin = trace.first_bad_op or hidden
     ids = diagnosis.sample_ids
     is_unexplained = diagnosis.cause == "unknown" and not diagnosis.evidence.get("every_sample")
     if is_unexplained and not outcome.has_zero_gradient:
@@ -250,7 +254,7 @@ def _add_location(diagnosis: Diagnosis, trace: Trace, outcome: Outcome, micro_ba
     )
 
 
-def _add_bad_inputs(diagnosis: Diagnosis, trace: Trace) -> Diagnosis:
+def _add_bad_inputs(diagnosis: Diagnosis, trace: OpTrace) -> Diagnosis:
     """Add to a diagnosis that the model received bad values although the samples are good, so no op is the cause."""
     if not trace.bad_inputs or diagnosis.cause not in ("unknown", "data", "inputs"):
         return diagnosis
@@ -275,7 +279,7 @@ def _should_try_fp32(pending: PendingDiagnosis) -> bool:
     return True
 
 
-def _collect_evidence(outcome: Outcome, trace: Trace) -> dict[str, object]:
+def _collect_evidence(outcome: ReplayOutcome, trace: OpTrace) -> dict[str, object]:
     return {
         # JSON has no NaN or infinity.
         "losses": [loss if loss == loss and abs(loss) < 1e38 else str(loss) for loss in outcome.losses],
@@ -298,14 +302,14 @@ def is_cause_of_failure(
     """
     # Most switches are not the cause, which one run shows; only a switch that helps needs all rounds.
     with disable_component():
-        if not pending.run_is_healthy():
+        if not pending.run_and_check_health():
             return False
     # Test A again: if the run does not fail with the component on, its success without it was chance.
     for _ in range(rounds):
-        if pending.rerun_is_healthy():
+        if pending.rerun_and_check_health():
             raise InconsistentReplayError
         with disable_component():
-            if not pending.run_is_healthy():
+            if not pending.run_and_check_health():
                 raise InconsistentReplayError
     return True
 
@@ -349,7 +353,7 @@ def isolate_sample(pending: PendingDiagnosis) -> Diagnosis:
     if diagnosis is not None:
         return diagnosis
     message = "switching components off does not make it healthy, and its samples cannot be run one by one"
-    return pending.conclude("unknown", message)
+    return pending.build_final_diagnosis("unknown", message)
 
 
 def _isolate_sample(pending: PendingDiagnosis) -> Diagnosis:
@@ -358,26 +362,26 @@ def _isolate_sample(pending: PendingDiagnosis) -> Diagnosis:
     failing = [sample for sample in singles if not _is_consistently_healthy(pending, sample, rounds=1)]
     if not failing:
         message = "it fails only as a batch: each of its samples is healthy by itself"
-        return pending.conclude("step", message)
+        return pending.build_final_diagnosis("step", message)
     # A sample is the cause only if another is healthy at the same position in the run.
-    control = _find_control(pending, failing, [sample for sample in singles if sample not in failing])
+    control = _find_control_sample(pending, failing, [sample for sample in singles if sample not in failing])
     if control is None:
-        return pending.conclude("unknown", "switching components off does not make it healthy")
+        return pending.build_final_diagnosis("unknown", "switching components off does not make it healthy")
     pending.evidence["control"] = control.ids[0]
     # The control's timestep may be one at which every sample fails, so try other timesteps too.
-    for healthy_candidate in (control, *_iter_redraws(control)):
-        if _is_consistently_healthy(pending, healthy_candidate.move_to(failing[0])):
-            return _compare_with_control(pending, failing, healthy_candidate)
+    for healthy_candidate in (control, *_iter_redrawn_batches(control)):
+        if _is_consistently_healthy(pending, healthy_candidate.move_to_run_position(failing[0])):
+            return _compare_with_control_sample(pending, failing, healthy_candidate)
     # A sample that is healthy elsewhere fails here too, so no sample is at fault. If it is healthy at an unused
     # position, this position is the cause and not the model.
     if _is_consistently_healthy(pending, _move_to_unused_step(control)):
         message = "any sample fails at this position in the run, also one that is healthy at another"
-        return pending.conclude("step", message)
+        return pending.build_final_diagnosis("step", message)
     pending.evidence["every_sample"] = True
     message = (
         "every sample fails now, also those that were healthy one step earlier, whichever component is switched off"
     )
-    return pending.conclude("unknown", message)
+    return pending.build_final_diagnosis("unknown", message)
 
 
 def _split_samples(batch: MicroBatch) -> list[MicroBatch]:
@@ -386,14 +390,14 @@ def _split_samples(batch: MicroBatch) -> list[MicroBatch]:
 
 def _is_consistently_healthy(pending: PendingDiagnosis, batch: MicroBatch, rounds: int = NUM_ROUNDS) -> bool:
     """True if a micro-batch is healthy in every run. Raises `InconsistentReplayError` if runs differ."""
-    is_healthy = pending.run_is_healthy(batch)
+    is_healthy = pending.run_and_check_health(batch)
     # A single healthy run proves little, so repeat it often; a failure is repeated only once.
-    if any(pending.run_is_healthy(batch) is not is_healthy for _ in range(rounds if is_healthy else 1)):
+    if any(pending.run_and_check_health(batch) is not is_healthy for _ in range(rounds if is_healthy else 1)):
         raise InconsistentReplayError
     return is_healthy
 
 
-def _find_control(
+def _find_control_sample(
     pending: PendingDiagnosis, failing: Sequence[MicroBatch], healthy_samples: Sequence[MicroBatch]
 ) -> MicroBatch | None:
     """Find another sample to compare a failing one with: from the micro-batch, the last healthy step, or the dataset.
@@ -411,27 +415,29 @@ def _find_control(
     return pending.context.find_other_sample(pending.micro_batch, bad)
 
 
-def _compare_with_control(pending: PendingDiagnosis, failing: Sequence[MicroBatch], control: MicroBatch) -> Diagnosis:
+def _compare_with_control_sample(
+    pending: PendingDiagnosis, failing: Sequence[MicroBatch], control: MicroBatch
+) -> Diagnosis:
     if not failing[0].can_redraw:
         message = (
             "it fails whichever component is switched off, and other samples are healthy; other noise was not tried, "
             "because this loop cannot draw it again"
         )
-        return pending.conclude("inputs", message, sample_ids=_get_sample_ids(failing))
+        return pending.build_final_diagnosis("inputs", message, sample_ids=_get_sample_ids(failing))
     # Samples that are healthy with other noise and timesteps.
     noise_dependent = [sample for sample in failing if _is_healthy_with_new_noise(pending, sample, control)]
     # The other samples: some are healthy at another position in the run, and some fail at every position.
     remaining = [sample for sample in failing if sample not in noise_dependent]
-    position_dependent = [sample for sample in remaining if pending.run_is_healthy(_move_to_unused_step(sample))]
+    position_dependent = [sample for sample in remaining if pending.run_and_check_health(_move_to_unused_step(sample))]
     always_failing = [sample for sample in remaining if sample not in position_dependent]
     if always_failing:
         message = "it fails whichever component is switched off, and other samples are healthy"
-        return pending.conclude("data", message, sample_ids=_get_sample_ids(always_failing))
+        return pending.build_final_diagnosis("data", message, sample_ids=_get_sample_ids(always_failing))
     if position_dependent:
         message = (
             "it fails only at this position in the run: it is healthy at another, and other samples are healthy here"
         )
-        return pending.conclude("step", message, sample_ids=_get_sample_ids(position_dependent))
+        return pending.build_final_diagnosis("step", message, sample_ids=_get_sample_ids(position_dependent))
     return _diagnose_random_inputs(pending, noise_dependent, control)
 
 
@@ -440,14 +446,14 @@ def _diagnose_random_inputs(
 ) -> Diagnosis:
     """Diagnosis of samples that fail only with their own noise and timesteps."""
     # Give a healthy sample each failing one's noise and timesteps.
-    controls = (control.move_to(sample, copies_seeds=True) for sample in failing)
+    controls = (control.move_to_run_position(sample, copies_seeds=True) for sample in failing)
     if all(_is_consistently_healthy(pending, moved) for moved in controls):
         pending.evidence["control_with_the_same_draws"] = "healthy"
         message = "it fails only with this noise and timestep, whichever component is switched off"
     else:
         pending.evidence["control_with_the_same_draws"] = "fails"
         message = "any sample fails with this noise and timestep: another one was tried"
-    return pending.conclude("inputs", message, sample_ids=_get_sample_ids(failing))
+    return pending.build_final_diagnosis("inputs", message, sample_ids=_get_sample_ids(failing))
 
 
 def _is_healthy_with_new_noise(pending: PendingDiagnosis, sample: MicroBatch, control: MicroBatch) -> bool:
@@ -457,20 +463,20 @@ def _is_healthy_with_new_noise(pending: PendingDiagnosis, sample: MicroBatch, co
     sample do not.
     """
     # One healthy run is enough: the sample can be computed.
-    if any(pending.run_is_healthy(redrawn) for redrawn in _iter_redraws(sample)):
+    if any(pending.run_and_check_health(redrawn) for redrawn in _iter_redrawn_batches(sample)):
         return True
-    moved_control = control.move_to(sample)
-    return _is_consistently_healthy(pending, sample.move_to(moved_control, copies_seeds=True))
+    moved_control = control.move_to_run_position(sample)
+    return _is_consistently_healthy(pending, sample.move_to_run_position(moved_control, copies_seeds=True))
 
 
-def _iter_redraws(sample: MicroBatch) -> Iterator[MicroBatch]:
+def _iter_redrawn_batches(sample: MicroBatch) -> Iterator[MicroBatch]:
     if sample.can_redraw:
-        yield from map(sample.redraw, range(_NUM_REDRAWS))
+        yield from map(sample.redraw_noise, range(_NUM_REDRAWS))
 
 
 def _move_to_unused_step(sample: MicroBatch) -> MicroBatch:
     """Move the sample to an unused position in the run, which changes its dropout masks; unchanged if impossible."""
-    return sample.move_to(replace(sample, step=sample.step + _UNUSED_STEP_OFFSET))
+    return sample.move_to_run_position(replace(sample, step=sample.step + _UNUSED_STEP_OFFSET))
 
 
 def _get_sample_ids(batches: Collection[MicroBatch]) -> tuple[str, ...]:

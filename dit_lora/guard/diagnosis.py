@@ -1,6 +1,6 @@
 """A diagnosis: the `DiagnosisContext` that it may inspect, its progress, its result, and its line in events.jsonl.
 
-`PendingDiagnosis` collects the evidence about one micro-batch, and its `conclude` creates the `Diagnosis`: a cause, a
+`PendingDiagnosis` collects the evidence about one micro-batch, and its `build_final_diagnosis` creates the `Diagnosis`: a cause, a
 message and the evidence. `Event` adds the step, the kind of failure and the action taken.
 """
 
@@ -11,10 +11,10 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from dit_lora.errors import join_first
+from dit_lora.errors import join_first_items
 from dit_lora.guard.fallbacks import Fallback
-from dit_lora.guard.frozen_weights import FrozenRecord
-from dit_lora.guard.replay import MicroBatch, Outcome, replay_micro_batch
+from dit_lora.guard.frozen_weights import FrozenWeightDigests
+from dit_lora.guard.replay import MicroBatch, ReplayOutcome, replay_micro_batch
 from dit_lora.numerics.dtensors import DescribeTensor, describe_tensors
 from dit_lora.numerics.quantized_linear import iterate_weight_values
 
@@ -62,7 +62,7 @@ class Diagnosis:
         """True if the diagnosis's message describes several samples, each as "name: problem"."""
         return len(self.sample_ids) > 1 and all(f"{sample}: " in self.message for sample in self.sample_ids)
 
-    def with_sample_ids(self, sample_ids: Sequence[str]) -> "Diagnosis":
+    def replace_sample_ids(self, sample_ids: Sequence[str]) -> "Diagnosis":
         """Copy a diagnosis with other sample names, also in its message."""
         message = self.message
         if len(sample_ids) == len(self.sample_ids):
@@ -161,7 +161,9 @@ def make_observation_event(
 
 def make_hidden_infinity_event(step: int, modules: Sequence[str]) -> Event:
     """Create the event for modules whose output overflowed although the loss is finite: a clamp or a mask hides it."""
-    message = f"the loss is finite, but the output of {join_first(modules, 5)} is not: a clamp or a mask hides it"
+    message = (
+        f"the loss is finite, but the output of {join_first_items(modules, 5)} is not: a clamp or a mask hides it"
+    )
     return make_observation_event(step, "hidden_infinity", message, cause="precision", module=modules[0])
 
 
@@ -185,7 +187,7 @@ class DiagnosisContext:
     """True if every rank runs the same diagnosis at the same time, as a sharded model (FSDP2) needs. All then get
     the same diagnosis, on weights and moments as a whole.
     """
-    frozen_record: FrozenRecord | None = None
+    frozen_record: FrozenWeightDigests | None = None
     """The frozen weights and buffers as they were at the start."""
     infinite_names: Collection[str] = ()
     """Names of frozen weights and buffers that held infinity at the start, as masks of -inf do."""
@@ -241,7 +243,7 @@ class DiagnosisContext:
 
 @dataclass
 class PendingDiagnosis:
-    """One micro-batch under diagnosis, with the evidence found so far; `conclude` creates the `Diagnosis`."""
+    """One micro-batch under diagnosis, with the evidence found so far; `build_final_diagnosis` creates the `Diagnosis`."""
 
     micro_batch: MicroBatch
     context: DiagnosisContext
@@ -261,7 +263,7 @@ class PendingDiagnosis:
         self.rank = next(iter(descriptions.values()), -1) if self.rank < 0 else self.rank
         return list(descriptions)
 
-    def conclude(self, cause: Cause, message: str, **facts: Any) -> Diagnosis:
+    def build_final_diagnosis(self, cause: Cause, message: str, **facts: Any) -> Diagnosis:
         """Create the `Diagnosis` of this micro-batch from a cause, a message and the evidence found so far."""
         batch = self.micro_batch
         return Diagnosis(
@@ -274,18 +276,18 @@ class PendingDiagnosis:
             **facts,
         )
 
-    def is_healthy(self, outcome: Outcome) -> bool:
+    def is_healthy(self, outcome: ReplayOutcome) -> bool:
         return outcome.is_healthy(needs_gradient=self.kind == "zero_gradient")
 
-    def run_is_healthy(self, batch: MicroBatch | None = None) -> bool:
+    def run_and_check_health(self, batch: MicroBatch | None = None) -> bool:
         """Run a micro-batch once, by default the one under diagnosis. True if it is healthy."""
         return self.is_healthy(replay_micro_batch(batch or self.micro_batch, self.context.model))
 
-    def rerun_is_healthy(self) -> bool:
+    def rerun_and_check_health(self) -> bool:
         """Run the unchanged micro-batch once more and count the run. True if it is healthy."""
-        return self.is_healthy(self.rerun())
+        return self.is_healthy(self.rerun_micro_batch())
 
-    def rerun(self) -> Outcome:
+    def rerun_micro_batch(self) -> ReplayOutcome:
         """Replay the unchanged micro-batch, and count whether it is healthy."""
         outcome = replay_micro_batch(self.micro_batch, self.context.model)
         self.num_runs += 1

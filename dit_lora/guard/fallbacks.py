@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from dit_lora.errors import DitLoraError
 from dit_lora.numerics.autocasts import disable_autocast
-from dit_lora.numerics.dtensors import gather_in_fp32
+from dit_lora.numerics.dtensors import gather_shards_in_fp32
 from dit_lora.numerics.finite import HALF_DTYPES
 
 COMPILE = "compile"
@@ -65,7 +65,7 @@ def list_attention_fallbacks() -> list[Fallback]:
     return [_make_attention_fallback(names) for names in sets]
 
 
-def choose_cudnn(*, masked: bool) -> None:
+def enable_cudnn_unless_masked(*, masked: bool) -> None:
     """Enable cuDNN attention if there is a GPU and no mask: with a mask, its backward can give NaN.
 
     `masked` says whether the model's code may pass a mask (pytorch#196678, torch 2.11 and later).
@@ -181,7 +181,7 @@ def convert_to_fp32(model: nn.Module) -> Iterator[None]:
 
     Needs memory for a second, fp32 copy of the weights. Collective for sharded weights, as each forward pass is.
     """
-    with gather_in_fp32(model, HALF_DTYPES), _convert_local_to_fp32(model):
+    with gather_shards_in_fp32(model, HALF_DTYPES), _convert_local_to_fp32(model):
         yield
 
 

@@ -34,7 +34,7 @@ def iter_frozen_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"buffer {owner}.{key}" if owner else f"buffer {key}", values
 
 
-class FrozenRecord:
+class FrozenWeightDigests:
     """Digests of a model's frozen weights and buffers, computed at construction, to detect later changes."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -51,9 +51,9 @@ class FrozenRecord:
 
         Tensors with a new shape are skipped, since code changed them.
         """
-        return [f"{name} has changed since the start" for name in self._find_changed()]
+        return [f"{name} has changed since the start" for name in self._find_changed_tensors()]
 
-    def _find_changed(self) -> list[str]:
+    def _find_changed_tensors(self) -> list[str]:
         return find_changed_digests(self._digests, self._compute_digests())
 
     def _iter_frozen_tensors(self) -> Iterator[tuple[str, Tensor]]:

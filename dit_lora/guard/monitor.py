@@ -1,6 +1,6 @@
 """Per-module statistics of a step: gradient norms, update-to-weight ratios, and the distance of outputs from Inf.
 
-Values stay on the device until `collect` makes the only transfer, so that a measured step does not wait for the device
+Values stay on the device until `collect_module_statistics` makes the only transfer, so that a measured step does not wait for the device
 in between. All of a process' modules are on one device. A LoRA layer counts as one module, under the name of the layer
 that it wraps. With FSDP2, norms are of whole parameters: one all-reduce per kind. Largest magnitudes are of this
 rank's samples.
@@ -36,7 +36,7 @@ class Monitor:
 
     Create it after the model is prepared. In a step that is `is_due`, run the forward passes inside `record_outputs`,
     call `record_gradient_norms` after backward and before clipping, `before_update` and `after_update` around the
-    optimizer's step, then `collect`.
+    optimizer's step, then `collect_module_statistics`.
     """
 
     def __init__(self, model: nn.Module, *, interval_steps: int) -> None:
@@ -84,7 +84,7 @@ class Monitor:
         self._record_norms("change", dict(zip(self._trainable, changes, strict=True)))
         self._weights_before = []
 
-    def collect(self) -> dict[str, dict[str, float]]:
+    def collect_module_statistics(self) -> dict[str, dict[str, float]]:
         """Compute the step's `grad_norm`, `update_ratio`, `abs_max` and `headroom` per module, where known, and reset.
 
         Rounded to four significant digits. A module whose outputs were all zero has no headroom.
@@ -101,7 +101,7 @@ class Monitor:
         return statistics
 
     def find_hidden_infinities(self) -> list[str]:
-        """Names of modules with Inf or NaN in their outputs, in order of execution. Call it after `collect`.
+        """Names of modules with Inf or NaN in their outputs, in order of execution. Call it after `collect_module_statistics`.
 
         If the loss was finite, something after the first of them hides it: a clamp, a mask, `nan_to_num`.
         """

@@ -28,7 +28,7 @@ _COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional", "fsdp")
 
 
 @dataclass(frozen=True)
-class TrailEntry:
+class OpTraceEntry:
     """One op on the way to a bad value, and how far its output is from the end of the dtype's range."""
 
     name: str
@@ -53,25 +53,25 @@ class BadOp:
 
 
 @dataclass
-class Trace:
+class OpTrace:
     """Result of observing one forward and backward pass op by op."""
 
     origins: list[BadOp] = field(default_factory=list)
     """Bad ops in order of execution. If the enclosing module's output was finite, they are in `hidden_origins`."""
     hidden_origins: list[BadOp] = field(default_factory=list)
-    trail: list[TrailEntry] = field(default_factory=list)
+    trail: list[OpTraceEntry] = field(default_factory=list)
     """The values before the first bad op, oldest first."""
     bad_inputs: dict[str, str] = field(default_factory=dict)
     """Descriptions of the model's arguments that were not finite, by argument name."""
 
     @property
-    def origin(self) -> BadOp | None:
+    def first_bad_op(self) -> BadOp | None:
         """The first op that created a bad value; None if there is none."""
         return self.origins[0] if self.origins else None
 
 
 @dataclass
-class _Frame:
+class _ModuleCallFrame:
     """A module's forward call, with the range of autograd sequence numbers of its nodes (`start` to `end`)."""
 
     name: str
@@ -86,13 +86,13 @@ class Probe(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.trace = Trace()
-        self._stack: list[_Frame] = []
-        self._frames: list[_Frame] = []
-        self._recent_entries: deque[TrailEntry] = deque(maxlen=_TRAIL_LENGTH)
+        self.trace = OpTrace()
+        self._stack: list[_ModuleCallFrame] = []
+        self._frames: list[_ModuleCallFrame] = []
+        self._recent_entries: deque[OpTraceEntry] = deque(maxlen=_TRAIL_LENGTH)
 
     @contextmanager
-    def observe(self) -> Iterator[Trace]:
+    def observe_model_ops(self) -> Iterator[OpTrace]:
         """Observe every op and every module of the model inside the context; the result is in `trace`."""
         # Name the model itself by its class, since an empty name means outside the model.
         names = {m: name or get_original_class(m).__name__ for name, m in iterate_called_modules(self.model)}
@@ -163,7 +163,7 @@ class Probe(TorchDispatchMode):
         return (inside[-1].name if inside else ""), "backward"
 
     def _enter_module(self, name: str, _module: nn.Module, _args: Any) -> None:
-        frame = _Frame(name, torch.autograd._get_sequence_nr(), len(self.trace.origins))
+        frame = _ModuleCallFrame(name, torch.autograd._get_sequence_nr(), len(self.trace.origins))
         self._stack.append(frame)
         self._frames.append(frame)
 
@@ -211,8 +211,8 @@ class _ValueSummary:
     def is_finite(self) -> bool:
         return not (self.has_nan or self.has_inf)
 
-    def to_trail_entry(self, name: str, direction: str) -> TrailEntry:
-        return TrailEntry(name, direction, self.dtype, self.peak, self.headroom)
+    def to_trail_entry(self, name: str, direction: str) -> OpTraceEntry:
+        return OpTraceEntry(name, direction, self.dtype, self.peak, self.headroom)
 
 
 def _summarize_values(leaves: Sequence[Any]) -> _ValueSummary | None:

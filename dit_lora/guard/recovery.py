@@ -1,6 +1,6 @@
 """Recover from one failed step in any loop: diagnose it, choose an action, act, record and log.
 
-`RecoveryHandler.resolve` shows the sequence. A loop implements a subclass: how it diagnoses, and which actions it can
+`RecoveryHandler.diagnose_and_recover` shows the sequence. A loop implements a subclass: how it diagnoses, and which actions it can
 take. `Policy` chooses the action: the first of `guard.on_nonfinite` that fits every cause, within the limits of
 `guard.max_skips` and `guard.max_rollbacks`. One rule goes before this order: `skip` does not fit a sample that would
 fail again in the next epoch if `quarantine` is in the list. Every rank makes the same calls.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 from dit_lora.config.recovery_settings import RecoveryConfig
-from dit_lora.errors import format_kind, format_list
+from dit_lora.errors import format_event_kind, format_list
 from dit_lora.guard.diagnosis import Diagnosis, Event, make_event
 from dit_lora.guard.finite_gate import NonFiniteError, StepFailure
 from dit_lora.numerics.ranks import gather_object
@@ -66,7 +66,9 @@ class Policy:
     last_rollback_step: int = 0
     """The failed step that led to the last rollback."""
 
-    def choose(self, step: int, diagnoses: Sequence[Diagnosis], previously_skipped: Sequence[str]) -> Action:
+    def choose_and_count_action(
+        self, step: int, diagnoses: Sequence[Diagnosis], previously_skipped: Sequence[str]
+    ) -> Action:
         """Choose and count the first action of `guard.on_nonfinite` that fits every diagnosis of a failed step."""
         causes: set[str] = {diagnosis.cause for diagnosis in diagnoses}
         reasons: list[str] = []
@@ -177,7 +179,7 @@ class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
     unsupported_actions: ClassVar[frozenset[str]] = frozenset()
     """Kinds of actions that the loop does not support, and that a skip replaces."""
 
-    def resolve(self, failure: FailureT) -> Action:
+    def diagnose_and_recover(self, failure: FailureT) -> Action:
         """Diagnose a failed step and act on it; returns the action taken. Collective.
 
         Raises:
@@ -190,7 +192,7 @@ class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
         chosen = self.choose_action(failure, diagnoses)
         if chosen.kind in self.unsupported_actions:
             chosen = replace(chosen, kind="skip", replaced_kind=chosen.kind)
-        action = self.replace_impossible(failure, chosen, diagnoses)
+        action = self.replace_impossible_action(failure, chosen, diagnoses)
         duration_s = time.perf_counter() - start_s
         # One event per diagnosis. The action that was really taken is filled in below.
         events = [
@@ -209,7 +211,7 @@ class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
         if action.kind == "stop":
             raise self.make_stop_error(failure, diagnoses, action, events[0])
         if action.should_log:
-            head = f"guard: step {failure.step}: {format_kind(failure.kind)}; {action.description}"
+            head = f"guard: step {failure.step}: {format_event_kind(failure.kind)}; {action.description}"
             self.log(format_list(head, [*self.format_diagnoses(diagnoses), *action.notes]))
         return action
 
@@ -230,7 +232,7 @@ class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
         """Choose the recovery action for these diagnoses of a failed step, and count it."""
 
     @abstractmethod
-    def replace_impossible(self, failure: FailureT, action: Action, diagnoses: Sequence[Diagnosis]) -> Action:
+    def replace_impossible_action(self, failure: FailureT, action: Action, diagnoses: Sequence[Diagnosis]) -> Action:
         """Replace a recovery action by a stop if it needs something that is missing. Collective."""
 
     @abstractmethod

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from dit_lora.guard.fallbacks import disable_compile
-from dit_lora.guard.probe import Probe, Trace
-from dit_lora.numerics.dtensors import get_local_tensor, needs_all_ranks
-from dit_lora.numerics.memory import unify_out_of_memory_errors
+from dit_lora.guard.probe import OpTrace, Probe
+from dit_lora.numerics.dtensors import get_local_tensor, has_collective_forward
+from dit_lora.numerics.memory import convert_to_out_of_memory_error
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.ranks import gather_object
 
@@ -23,7 +23,7 @@ class MicroBatch(ABC):
     """The inputs of one rank in one micro-step, which can be run again.
 
     `ReplayableBatch` (training/replayable_batch.py) is a run's: noise, timesteps and dropout follow from its seeds.
-    `CallBatch` (guard/attach/calls/call_batch.py) is made from a model call of another loop.
+    `RecordedCallMicroBatch` (guard/attach/calls/call_batch.py) is made from a model call of another loop.
     """
 
     ids: tuple[str, ...]
@@ -41,7 +41,7 @@ class MicroBatch(ABC):
     uses_autocast: bool = False
     """True if the loop calls the model under autocast."""
     can_redraw: ClassVar[bool] = False
-    """True if `redraw` works: noise and timesteps are drawn by the batch, and not by the loop."""
+    """True if `redraw_noise` works: noise and timesteps are drawn by the batch, and not by the loop."""
 
     @abstractmethod
     def forward(self) -> LossOutput:
@@ -54,11 +54,11 @@ class MicroBatch(ABC):
     def select_sample(self, index: int) -> "MicroBatch":
         """Extract the sample in this row as a micro-batch of one."""
 
-    def redraw(self, number: int) -> "MicroBatch":
+    def redraw_noise(self, number: int) -> "MicroBatch":
         """Copy the micro-batch with other noise and timesteps, by number."""
         raise NotImplementedError
 
-    def move_to(self, position: "MicroBatch", *, copies_seeds: bool = False) -> "MicroBatch":
+    def move_to_run_position(self, position: "MicroBatch", *, copies_seeds: bool = False) -> "MicroBatch":
         """Move the samples to another micro-batch's position in the run, if possible; if asked for, with its seeds.
 
         Dropout masks depend on the position.
@@ -67,7 +67,7 @@ class MicroBatch(ABC):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ReplayOutcome:
     """Result of replaying a micro-batch once: losses, timesteps, and what is wrong with the gradients."""
 
     losses: tuple[float, ...]
@@ -92,7 +92,7 @@ class Outcome:
         return self.is_finite and not (needs_gradient and self.has_zero_gradient)
 
 
-def replay_micro_batch(micro_batch: MicroBatch, model: nn.Module) -> Outcome:
+def replay_micro_batch(micro_batch: MicroBatch, model: nn.Module) -> ReplayOutcome:
     """Run a micro-batch forward and backward once; gradients and random state are restored afterwards.
 
     A sharded model (FSDP2) needs every rank at the same time, with the same micro-batch. All ranks get the losses of
@@ -105,19 +105,19 @@ def replay_micro_batch(micro_batch: MicroBatch, model: nn.Module) -> Outcome:
         gradients = [(n, get_local_tensor(p.grad)) for n, p in named if p.grad is not None]
         bad = [name for name, grad in gradients if not torch.isfinite(grad).all()]
         zero = not any(bool(grad.any()) for _, grad in gradients)
-    outcome = Outcome(
+    outcome = ReplayOutcome(
         losses=tuple(output.losses.detach().float().tolist()),
         timesteps=tuple(int(t) for t in output.timesteps.tolist()),
         bad_gradients=tuple(bad),
         has_zero_gradient=zero,
     )
-    return _merge_outcomes(outcome, micro_batch.rank) if needs_all_ranks(model) else outcome
+    return _merge_outcomes(outcome, micro_batch.rank) if has_collective_forward(model) else outcome
 
 
-def _merge_outcomes(local_outcome: Outcome, owner_rank: int) -> Outcome:
+def _merge_outcomes(local_outcome: ReplayOutcome, owner_rank: int) -> ReplayOutcome:
     """Merge the replay results of all ranks, so that all of them take the same decisions."""
     # Every rank gathers, so this is also where ranks wait for each other.
-    outcomes: list[Outcome] = gather_object([local_outcome])
+    outcomes: list[ReplayOutcome] = gather_object([local_outcome])
     # A dict keeps the order of ranks, unlike a set.
     bad_gradients = {name: None for outcome in outcomes for name in outcome.bad_gradients}
     failing_ranks = tuple(rank for rank, outcome in enumerate(outcomes) if not outcome.has_finite_losses)
@@ -130,13 +130,13 @@ def _merge_outcomes(local_outcome: Outcome, owner_rank: int) -> Outcome:
     )
 
 
-def probe_micro_batch(micro_batch: MicroBatch, model: nn.Module) -> Trace:
+def probe_micro_batch(micro_batch: MicroBatch, model: nn.Module) -> OpTrace:
     """Replay a micro-batch while every op is observed, to find the first module and op with a bad value."""
     with (
         preserve_gradients(model),
         torch.random.fork_rng(get_cuda_devices(model)),
         disable_compile(model),
-        Probe(model).observe() as trace,
+        Probe(model).observe_model_ops() as trace,
     ):
         _run_forward_backward(micro_batch)
     return trace
@@ -149,7 +149,7 @@ class RankTrace:
     The rank is that of the micro-batch, or for sharded models one with a bad value.
     """
 
-    trace: Trace
+    trace: OpTrace
     rank: int
     failing_ranks: tuple[int, ...] = ()
     """For sharded models: ranks on which a non-finite value first appears; empty if it does on all or none."""
@@ -158,11 +158,11 @@ class RankTrace:
 def trace_micro_batch(micro_batch: MicroBatch, model: nn.Module) -> RankTrace:
     """Replay a micro-batch while every op is observed; for a sharded model on all ranks together."""
     local_trace, rank = probe_micro_batch(micro_batch, model), micro_batch.rank
-    if not needs_all_ranks(model):
+    if not has_collective_forward(model):
         return RankTrace(local_trace, rank)
-    traces: list[Trace] = gather_object([local_trace])
+    traces: list[OpTrace] = gather_object([local_trace])
     # Ranks whose own ops made a bad value.
-    failing_ranks = tuple(index for index, trace in enumerate(traces) if trace.origin or trace.hidden_origins)
+    failing_ranks = tuple(index for index, trace in enumerate(traces) if trace.first_bad_op or trace.hidden_origins)
     # The micro-batch's rank may hold a shard without any bad value.
     if failing_ranks and rank not in failing_ranks:
         rank = failing_ranks[0]
@@ -170,7 +170,7 @@ def trace_micro_batch(micro_batch: MicroBatch, model: nn.Module) -> RankTrace:
 
 
 def _run_forward_backward(micro_batch: MicroBatch) -> LossOutput:
-    with unify_out_of_memory_errors():
+    with convert_to_out_of_memory_error():
         output = micro_batch.forward()
         # Without a trained parameter in the graph there is nothing to differentiate.
         if output.losses.requires_grad:

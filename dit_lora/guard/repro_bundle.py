@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dit_lora.errors import DitLoraError
-from dit_lora.files import read_inside, write_atomically
+from dit_lora.files import read_file_inside_folder, write_atomically
 from dit_lora.redact import redact_value
 
 FACTS, _SAMPLES, WEIGHTS = "bundle.json", "samples.safetensors", "trained.safetensors"
@@ -53,7 +53,7 @@ class Bundle:
         return pairs
 
 
-def write_bundle(
+def write_replay_bundle(
     folder: Path,
     facts: Mapping[str, Any],
     samples: Mapping[str, torch.Tensor],
@@ -98,7 +98,7 @@ def format_oversize_message(name: str, size: int) -> str:
     return f"{name}: {size / 2**20:.0f} MiB, more than guard.bundle_mib"
 
 
-def read_bundle(folder: Path) -> Bundle:
+def read_replay_bundle(folder: Path) -> Bundle:
     """Read a replay bundle from its folder.
 
     Raises:
@@ -111,7 +111,7 @@ def read_bundle(folder: Path) -> Bundle:
     from dit_lora.config.records import BundleFacts, parse_typed_json, validate_value
 
     try:
-        stored = parse_typed_json(read_inside(folder, folder / FACTS), dict[str, Any], FACTS)
+        stored = parse_typed_json(read_file_inside_folder(folder, folder / FACTS), dict[str, Any], FACTS)
         # Check the version before the keys, which may differ between versions.
         version = stored["format"]
         if version != FORMAT:
@@ -120,11 +120,11 @@ def read_bundle(folder: Path) -> Bundle:
         missing = facts["left_out"]
         if missing:
             raise DitLoraError(f"{folder} cannot be replayed: it lacks {'; '.join(missing)}")
-        samples = load(read_inside(folder, folder / _SAMPLES, _MAX_TENSORS_BYTES))
-        weights = load(read_inside(folder, folder / WEIGHTS, _MAX_TENSORS_BYTES))
+        samples = load(read_file_inside_folder(folder, folder / _SAMPLES, _MAX_TENSORS_BYTES))
+        weights = load(read_file_inside_folder(folder, folder / WEIGHTS, _MAX_TENSORS_BYTES))
         gradients = {}
         if "micro_batches" in facts:
-            gradients = load(read_inside(folder, folder / _GRADIENTS, _MAX_TENSORS_BYTES))
+            gradients = load(read_file_inside_folder(folder, folder / _GRADIENTS, _MAX_TENSORS_BYTES))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DitLoraError(
             f"{folder} is not a complete bundle: it has no {error.filename}; give a folder below a run's bundles/"

@@ -3,7 +3,7 @@
 On CUDA a snapshot is copied on a separate stream into pinned memory; once that memory is allocated, the host waits for
 nothing:
 
-    if snapshots.is_due(step): snapshots.take(step)   # after the optimizer of `step`
+    if snapshots.is_snapshot_due(step): snapshots.take_snapshot(step)   # after the optimizer of `step`
     ...                                            # forward and backward of the next step, during the copy
     snapshots.before_update()                      # before its optimizer
 """
@@ -58,17 +58,19 @@ class Snapshots:
         sets = [*self._snapshots.values(), *self._spare_buffers]
         return sum(buffer.nbytes for buffers in sets for buffer in buffers.values())
 
-    def is_due(self, step: int) -> bool:
+    def is_snapshot_due(self, step: int) -> bool:
         return step % self._interval_steps == 0
 
     @torch.no_grad()
-    def take(self, step: int) -> None:
+    def take_snapshot(self, step: int) -> None:
         """Copy the current values of all tensors as the snapshot of `step`; replaces the oldest of `max_snapshots`."""
-        live = self._get_live_tensors()
+        live = self._get_current_tensors()
         buffers = self._take_buffers(step)
         with self._use_copy_stream(live):
             is_on_cpu = all(tensor.device.type == "cpu" for tensor in live.values())
-            if is_on_cpu and all(name in buffers and _fits(buffers[name], t) for name, t in live.items()):
+            if is_on_cpu and all(
+                name in buffers and _has_same_shape_and_dtype(buffers[name], t) for name, t in live.items()
+            ):
                 # Copy all tensors in one operation: on a CPU, one per tensor would cost more than the copying.
                 torch._foreach_copy_([buffers[name] for name in live], list(live.values()))
                 # Buffers of tensors that no longer exist are released here.
@@ -82,7 +84,7 @@ class Snapshots:
             self._copy_event.wait()
 
     @torch.no_grad()
-    def restore(self, step: int) -> list[str]:
+    def restore_snapshot(self, step: int) -> list[str]:
         """Restore the values of `step` bit for bit, drop later snapshots, and return the names of newer tensors.
 
         Newer tensors are unchanged and the caller must drop them: before AdamW's first step, for example, there was no
@@ -92,8 +94,10 @@ class Snapshots:
             DitLoraError: If `step` has no snapshot, or one of its tensors no longer exists or has another shape or
                 dtype. Nothing is changed then.
         """
-        saved, live = self.read(step), self._get_live_tensors()
-        incompatible = [name for name, buffer in saved.items() if not _fits(buffer, live.get(name))]
+        saved, live = self.read_snapshot(step), self._get_current_tensors()
+        incompatible = [
+            name for name, buffer in saved.items() if not _has_same_shape_and_dtype(buffer, live.get(name))
+        ]
         # Check all tensors before writing any: a partly restored step is worse than none.
         if incompatible:
             summary = f"cannot restore step {step}: these tensors are gone, or have another shape or dtype"
@@ -104,10 +108,10 @@ class Snapshots:
         self._write_back({name: live[name] for name in saved})
         # Later snapshots hold the state that is being undone.
         for later in [held_step for held_step in self._snapshots if held_step > step]:
-            self.drop(later)
+            self.drop_snapshot(later)
         return [name for name in live if name not in saved]
 
-    def read(self, step: int) -> Tensors:
+    def read_snapshot(self, step: int) -> Tensors:
         """Wait for a snapshot's copy, and return its buffers. Later snapshots overwrite them."""
         self._require_snapshot(step)
         if self._copy_event is not None:
@@ -116,18 +120,22 @@ class Snapshots:
 
     def find_nonfinite(self, step: int) -> list[str]:
         """Names of tensors in a snapshot that are not finite."""
-        return [name for name, buffer in self.read(step).items() if not is_finite(buffer)]
+        return [name for name, buffer in self.read_snapshot(step).items() if not is_finite(buffer)]
 
     def compute_largest_magnitudes(self) -> dict[str, float]:
         """Largest magnitude of each tensor of the newest snapshot; empty if there is none."""
-        return read_scalars(compute_largest_magnitudes(self.read(max(self._snapshots)))) if self._snapshots else {}
+        return (
+            read_scalars(compute_largest_magnitudes(self.read_snapshot(max(self._snapshots))))
+            if self._snapshots
+            else {}
+        )
 
-    def drop(self, step: int) -> None:
+    def drop_snapshot(self, step: int) -> None:
         """Drop a snapshot and reuse its buffers for the next one."""
         self._require_snapshot(step)
         self._spare_buffers.append(self._snapshots.pop(step))
 
-    def _get_live_tensors(self) -> Tensors:
+    def _get_current_tensors(self) -> Tensors:
         return {name: get_local_tensor(tensor) for name, tensor in self._get_tensors().items()}
 
     def _take_buffers(self, step: int) -> Tensors:
@@ -169,7 +177,7 @@ class Snapshots:
 
 def _copy_into(buffer: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
     """Copy the tensor into the buffer if it fits, else into a new one, pinned for a CUDA tensor."""
-    if buffer is None or not _fits(buffer, tensor):
+    if buffer is None or not _has_same_shape_and_dtype(buffer, tensor):
         # Only a copy to pinned memory can run in parallel with the computation.
         buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
     buffer.copy_(tensor, non_blocking=True)
@@ -179,5 +187,5 @@ def _copy_into(buffer: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tenso
     return buffer
 
 
-def _fits(buffer: torch.Tensor, tensor: torch.Tensor | None) -> bool:
+def _has_same_shape_and_dtype(buffer: torch.Tensor, tensor: torch.Tensor | None) -> bool:
     return tensor is not None and (buffer.shape, buffer.dtype) == (tensor.shape, tensor.dtype)

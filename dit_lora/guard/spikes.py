@@ -58,14 +58,14 @@ class SpikeDetector:
         self._window, self._threshold, self._warm_up = window, threshold, warm_up
         self._series: dict[str, _Series] = {}
 
-    def observe(self, name: str, value: float) -> Spike | None:
+    def add_value_and_detect(self, name: str, value: float) -> Spike | None:
         """Add the next value of a series; returns a spike if it is one, else None.
 
         A value that is not finite is a spike and is not stored, so it neither raises a limit nor counts towards a new
         level.
         """
         series = self._series.setdefault(name, _Series(deque(maxlen=self._window)))
-        level = self._compute_level(series)
+        level = self._compute_median_and_mad(series)
         spike = None
         # `not <=`, since NaN is not greater than anything.
         if level is not None and not value <= self._compute_limit(*level):
@@ -84,17 +84,17 @@ class SpikeDetector:
             series.spikes.clear()
         return spike
 
-    def reset(self) -> None:
+    def clear_all_series(self) -> None:
         """Forget all values of all monitored series."""
         self._series.clear()
 
-    def get_limit(self, name: str) -> float | None:
+    def get_spike_limit(self, name: str) -> float | None:
         """Value above which a series' next value is a spike; None if that is not known yet."""
         series = self._series.get(name)
-        level = self._compute_level(series) if series else None
+        level = self._compute_median_and_mad(series) if series else None
         return self._compute_limit(*level) if level else None
 
-    def _compute_level(self, series: _Series) -> tuple[float, float] | None:
+    def _compute_median_and_mad(self, series: _Series) -> tuple[float, float] | None:
         """Median and scaled MAD of a series; None in warm-up, or if most values are 0, which gives no scale."""
         if len(series.healthy) < self._warm_up:
             return None

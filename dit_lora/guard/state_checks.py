@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from dit_lora.config.optimizers import collect_names
+from dit_lora.config.optimizers import collect_optimizer_names
 from dit_lora.errors import format_remaining_count
 from dit_lora.guard.diagnosis import Cause, Diagnosis, DiagnosisContext, PendingDiagnosis
 from dit_lora.guard.frozen_weights import iter_frozen_tensors
@@ -30,10 +30,10 @@ def find_bad_state(micro_batch: MicroBatch, context: DiagnosisContext) -> Diagno
     """
     pending = PendingDiagnosis(micro_batch, context, "non_finite_weights")
     # Check frozen weights first: no snapshot holds them, so other findings would not help.
-    return _find_bad_frozen(pending) or _find_nonfinite_state(pending) or _find_altered_state(pending)
+    return _find_bad_frozen_tensor(pending) or _find_nonfinite_state(pending) or _find_altered_state(pending)
 
 
-def _find_bad_frozen(pending: PendingDiagnosis) -> Diagnosis | None:
+def _find_bad_frozen_tensor(pending: PendingDiagnosis) -> Diagnosis | None:
     context = pending.context
     trained = {name for name, p in context.model.named_parameters() if p.requires_grad}
     # Masks of -inf are infinite from the start, so they are not damaged.
@@ -52,7 +52,7 @@ def _find_bad_frozen(pending: PendingDiagnosis) -> Diagnosis | None:
     kind, _, name = problems[0].partition(" ")
     subject = f"the frozen weight {name}" if kind == "weight" else f"the buffer {name}"
     message = f"{subject}{format_remaining_count(problems)}; the checkpoint or memory is damaged"
-    return pending.conclude("weights", message, module=_find_module_name(name))
+    return pending.build_final_diagnosis("weights", message, module=_find_module_name(name))
 
 
 def _find_nonfinite_state(pending: PendingDiagnosis) -> Diagnosis | None:
@@ -61,7 +61,7 @@ def _find_nonfinite_state(pending: PendingDiagnosis) -> Diagnosis | None:
     state = list(context.collect_optimizer_state().items())
     # Check moments before weights: a bad moment makes its weight bad in the next update, but not vice versa.
     moments = pending.describe_bad_tensors(state, describe_bad_values)
-    moments = moments or pending.describe_bad_tensors(state, _describe_negative)
+    moments = moments or pending.describe_bad_tensors(state, _describe_negative_values)
     weights = pending.describe_bad_tensors(trained.items(), describe_bad_values)
     if not moments and not weights:
         return None
@@ -69,14 +69,16 @@ def _find_nonfinite_state(pending: PendingDiagnosis) -> Diagnosis | None:
     if moments and _has_mostly_unusable_weights(pending) and has_diverged(pending):
         return _diagnose_grown_weights(pending)  # with such weights, squared gradients overflow
     if moments:
-        cause, message = _describe_owner(moments[0], ())
-        return pending.conclude(cause, message + format_remaining_count(moments), module=_find_module_name(moments[0]))
+        cause, message = _describe_bad_state_tensor(moments[0], ())
+        return pending.build_final_diagnosis(
+            cause, message + format_remaining_count(moments), module=_find_module_name(moments[0])
+        )
     # A description starts with the parameter's name.
     bad = {name.split(" ")[0] for name in weights}
     if any(p.dtype is torch.float16 for n, p in trained.items() if n in bad):
         message = f"the trained weight {weights[0]}{format_remaining_count(weights)}; it is fp16, where "
         message += "AdamW's eps of 1e-8 is 0 and a gradient of 0 becomes NaN"
-        return pending.conclude("precision", message, module=_find_module_name(weights[0]))
+        return pending.build_final_diagnosis("precision", message, module=_find_module_name(weights[0]))
     if has_diverged(pending):
         return _diagnose_grown_weights(pending)
     num_bad, num_infinite, num_elements = 0, 0, 0
@@ -88,12 +90,12 @@ def _find_nonfinite_state(pending: PendingDiagnosis) -> Diagnosis | None:
     # infinity has another cause.
     if num_bad > num_elements / 2 and num_infinite > 0:
         message = f"{len(weights)} of {len(trained)} trained tensors overflowed in one update, with finite moments: "
-        return pending.conclude("learning_rate", message + "the learning rate is too high")
+        return pending.build_final_diagnosis("learning_rate", message + "the learning rate is too high")
     message = f"the trained weight {weights[0]}{format_remaining_count(weights)}, with finite gradients and moments"
-    return pending.conclude("weights", message, module=_find_module_name(weights[0]))
+    return pending.build_final_diagnosis("weights", message, module=_find_module_name(weights[0]))
 
 
-def _describe_owner(description: str, trained: Collection[str]) -> tuple[Cause, str]:
+def _describe_bad_state_tensor(description: str, trained: Collection[str]) -> tuple[Cause, str]:
     """Cause and description of a bad tensor: a trained weight, a moving average, or a tensor of the optimizer."""
     # A description starts with the tensor's name, perhaps with a colon after it.
     name = description.split(" ")[0].rstrip(":")
@@ -114,11 +116,11 @@ def _find_altered_state(pending: PendingDiagnosis) -> Diagnosis | None:
         return None
     trained = {name for name, p in pending.context.model.named_parameters() if p.requires_grad}
     # Report moments first: an altered moment also changes its weight, but not vice versa.
-    descriptions.sort(key=lambda description: _describe_owner(description, trained)[0] != "optimizer")
+    descriptions.sort(key=lambda description: _describe_bad_state_tensor(description, trained)[0] != "optimizer")
     pending.evidence["altered"] = descriptions[:20]
-    cause, message = _describe_owner(descriptions[0], trained)
+    cause, message = _describe_bad_state_tensor(descriptions[0], trained)
     message += f"{format_remaining_count(descriptions)}: altered in memory, because no update changes only these"
-    return pending.conclude(cause, message, module=_find_module_name(descriptions[0].split(":")[0]))
+    return pending.build_final_diagnosis(cause, message, module=_find_module_name(descriptions[0].split(":")[0]))
 
 
 def describe_altered_state(context: DiagnosisContext) -> list[str]:
@@ -142,9 +144,9 @@ def _gather_descriptions(pending: PendingDiagnosis, local_descriptions: list[str
     return list(dict.fromkeys(description for rank in descriptions for description in rank))
 
 
-def _describe_negative(name: str, tensor: torch.Tensor) -> str | None:
+def _describe_negative_values(name: str, tensor: torch.Tensor) -> str | None:
     # Suffixes of state that no optimizer makes negative, such as second moments.
-    cannot_be = name.endswith(collect_names(lambda record: record.nonnegative_state))
+    cannot_be = name.endswith(collect_optimizer_names(lambda record: record.nonnegative_state))
     if not cannot_be or not tensor.numel() or tensor.is_complex() or tensor.min() >= 0:
         return None
     return f"{name} must not be negative and reaches {tensor.min().item():.3g}"
@@ -191,9 +193,9 @@ def _diagnose_grown_weights(pending: PendingDiagnosis) -> Diagnosis:
     if share > _OVERSHOOT_SHARE:
         pending.evidence["weight_decay"] = share
         reason = f"weight decay times learning rate is {share:.3g}, and above 2 each step makes weights larger"
-        return pending.conclude("optimizer", f"{growth_text}: {reason}")
+        return pending.build_final_diagnosis("optimizer", f"{growth_text}: {reason}")
     message = f"{growth_text}: the learning rate is too high, or one batch had a huge gradient"
-    return pending.conclude("learning_rate", message)
+    return pending.build_final_diagnosis("learning_rate", message)
 
 
 def diagnose_diverged_weights(micro_batch: MicroBatch, context: DiagnosisContext) -> Diagnosis:

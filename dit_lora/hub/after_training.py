@@ -12,7 +12,7 @@ from dit_lora.hub.push import push
 from dit_lora.training.session.session import Session, raise_on_all_ranks
 
 
-def require_hub(session: Session, hub: HubConfig) -> None:
+def require_hub_access(session: Session, hub: HubConfig) -> None:
     """Reject a run whose result could not be pushed, before anything is encoded or trained. Collective.
 
     If the Hub does not answer now it may answer later, so that is only a warning.

@@ -13,9 +13,9 @@ from dit_lora.adapters.diffusers_format import ADAPTER_FILE
 from dit_lora.adapters.kinds import describe_adapter
 from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
 from dit_lora.config.experts import EXPERT_NAMES
-from dit_lora.errors import format_kind, join_first
+from dit_lora.errors import format_event_kind, join_first_items
 from dit_lora.families import get_family
-from dit_lora.hub.contents import VERIFICATION_FILE, CardSample, Contents
+from dit_lora.hub.contents import VERIFICATION_FILE, CardSample, PublishedContents
 from dit_lora.hub.markdown import collapse_whitespace, escape_markdown
 from dit_lora.hub.usage import (
     build_install_command,
@@ -40,7 +40,7 @@ _CHAT_TASK = "video-text-to-text"
 _MEDIA_TEXTS = {"image": "an image", "video": "a video", "text": "text alone"}
 
 
-def write_card(contents: Contents, repo_id: str) -> str:
+def write_card(contents: PublishedContents, repo_id: str) -> str:
     """Text of the model card: YAML metadata for the Hub, then Markdown.
 
     Captions are escaped so that they are not markup.
@@ -69,11 +69,11 @@ def write_card(contents: Contents, repo_id: str) -> str:
         pairs=pairs,
         install=build_install_command(contents),
         code=remove_tokens(render_usage_code(contents, repo_id, prompt)),
-        notes=list(_list_notes(contents)),
+        notes=list(_list_usage_notes(contents)),
         verifications=sorted(name for name in contents.files if name.endswith(VERIFICATION_FILE)),
         commands=list(map(remove_tokens, build_sample_command(contents, repo_id, collapse_whitespace(prompt)))),
         data=list(_list_data_facts(contents)),
-        values=list(_list_settings(contents)),
+        values=list(_list_training_settings(contents)),
         result=list(_list_results(contents)),
         checks=list(_list_checks(contents)),
         versions=list(_list_versions(contents)),
@@ -82,7 +82,7 @@ def write_card(contents: Contents, repo_id: str) -> str:
     return str(card)
 
 
-def get_hub_task(contents: Contents) -> str | None:
+def get_hub_task(contents: PublishedContents) -> str | None:
     """The Hub's name for the model's task; None if the Hub has none."""
     pipeline = contents.facts.get("pipeline")
     if pipeline is None:
@@ -97,7 +97,7 @@ def get_hub_task(contents: Contents) -> str | None:
     return _DIFFUSION_TASKS.get((pipeline["from_image"] or edits, kind))
 
 
-def _build_metadata(contents: Contents, repo_id: str) -> ModelCardData:
+def _build_metadata(contents: PublishedContents, repo_id: str) -> ModelCardData:
     # A model trained from scratch only has the base's config, and no licence to inherit.
     base, scratch = contents.base, contents.run.config["model"].get("from_scratch")
     derived = base is not None and scratch is None
@@ -154,7 +154,7 @@ class _EvalLoss(NamedTuple):
     last_loss: float
 
 
-def _list_eval_losses(contents: Contents) -> list[_EvalLoss]:
+def _list_eval_losses(contents: PublishedContents) -> list[_EvalLoss]:
     """The losses at fixed noise that were measured at least twice; that of `validation.data` comes last."""
     is_chat = "pipeline" not in contents.facts
     noise = "training samples with noise that training does not use"
@@ -171,7 +171,7 @@ def _list_eval_losses(contents: Contents) -> list[_EvalLoss]:
     return results
 
 
-def _build_eval_results(contents: Contents) -> list[EvalResult]:
+def _build_eval_results(contents: PublishedContents) -> list[EvalResult]:
     """The eval loss, or the validation loss, as the Hub's metadata, with what it was measured on.
 
     Empty without a task, which the Hub requires.
@@ -193,7 +193,7 @@ def _build_eval_results(contents: Contents) -> list[EvalResult]:
     ]
 
 
-def _write_summary(contents: Contents) -> str:
+def _write_summary(contents: PublishedContents) -> str:
     """The model card's first sentence: what was trained, from which base, for how many steps."""
     metadata, task = contents.metadata, get_hub_task(contents)
     base = (
@@ -228,7 +228,7 @@ def _format_output(sample: CardSample, stage: str, output: str | None) -> str:
     return f"![{stage}]({output})" if output.endswith(".png") else f"[{stage}]({output})"
 
 
-def _list_notes(contents: Contents) -> Iterator[str]:
+def _list_usage_notes(contents: PublishedContents) -> Iterator[str]:
     """Sentences for the model card on what users have to know to load and use the result."""
     pipeline = contents.facts.get("pipeline")
     if contents.base is None and contents.kind != "pipeline":
@@ -274,7 +274,7 @@ def _describe_references(pipeline: Mapping[str, Any]) -> str:
     return f"{named} {verb_phrase}, in the order of training, in which they were {scaling}."
 
 
-def _list_data_facts(contents: Contents) -> Iterator[str]:
+def _list_data_facts(contents: PublishedContents) -> Iterator[str]:
     data = contents.facts["data"]
     samples = f"{data['samples']:,}"
     # Chat models count conversations and tokens, diffusion models clips and samples.
@@ -288,7 +288,7 @@ def _list_data_facts(contents: Contents) -> Iterator[str]:
         yield f"seconds of a clip: {_format_range(data['seconds'])}; {data['seconds']['sum']:,g} in all"
     if data.get("shapes"):
         shapes = [f"{shape} ({count:,})" for shape, count in data["shapes"].items()]
-        yield f"frames x height x width, with their samples: {join_first(shapes, 12)}"
+        yield f"frames x height x width, with their samples: {join_first_items(shapes, 12)}"
     if data.get("caption_words") and "distinct_captions" in data:
         distinct = data["distinct_captions"]
         yield f"words of a caption: {_format_range(data['caption_words'])}; {distinct:,} captions are distinct"
@@ -312,7 +312,7 @@ def _format_range(values: Mapping[str, float]) -> str:
     return f"{values['least']:g} to {values['most']:g}, median {values['median']:g}"
 
 
-def _list_settings(contents: Contents) -> Iterator[tuple[str, str]]:
+def _list_training_settings(contents: PublishedContents) -> Iterator[tuple[str, str]]:
     config = contents.run.config
     train, optim = config["train"], config["optim"]
     if contents.kind != "pipeline" and contents.metadata.get("rank"):
@@ -329,7 +329,7 @@ def _list_settings(contents: Contents) -> Iterator[tuple[str, str]]:
     for expert_contents in contents.experts or (contents,):
         suffix = f" of the expert for {_format_expert(expert_contents.expert)}" if expert_contents.expert else ""
         # A running total: the last value is the number of samples of the run.
-        sample_counts = expert_contents.run.metrics.get_column("samples")
+        sample_counts = expert_contents.run.metrics.get_metric_column("samples")
         num_samples = f" ({int(sample_counts[-1]):,} samples)" if sample_counts else ""
         yield f"steps{suffix}", f"{expert_contents.run.num_steps_taken:,}{num_samples}"
     yield "seed", str(train["seed"])
@@ -341,13 +341,13 @@ def _list_settings(contents: Contents) -> Iterator[tuple[str, str]]:
         yield "base stored as", escape_markdown(contents.metadata["quantize"])
 
 
-def _list_results(contents: Contents) -> Iterator[str]:
+def _list_results(contents: PublishedContents) -> Iterator[str]:
     # Two experts: one list for each run, with the expert's name in front.
     for expert_contents in contents.experts:
         yield from (f"{_format_expert(expert_contents.expert)}: {line}" for line in _list_results(expert_contents))
     if contents.experts:
         return
-    losses = [loss for loss in contents.run.metrics.get_column("loss") if math.isfinite(loss)]
+    losses = [loss for loss in contents.run.metrics.get_metric_column("loss") if math.isfinite(loss)]
     if losses:
         # A single step's loss is too noisy.
         recent = losses[-50:]
@@ -358,12 +358,12 @@ def _list_results(contents: Contents) -> Iterator[str]:
     yield from _list_events(contents)
 
 
-def _list_events(contents: Contents) -> Iterator[str]:
+def _list_events(contents: PublishedContents) -> Iterator[str]:
     """Model card list items on the guard's events, as counts, because their messages may contain file names."""
     # Events that agree in kind, cause and action become one line.
     counted = Counter(
         (
-            format_kind(str(event.get("kind", ""))),
+            format_event_kind(str(event.get("kind", ""))),
             str((event.get("verdict") or {}).get("cause", "")).replace("_", " "),
             str(event.get("action") or "none"),
         )
@@ -385,7 +385,7 @@ def _format_expert(expert: str | None) -> str:
     return str(expert).replace("_", " ")
 
 
-def _format_licence(contents: Contents) -> str:
+def _format_licence(contents: PublishedContents) -> str:
     """A sentence of the model card on the license of the base, as far as it is known."""
     licence = get_family(contents.metadata["family"]).get_license(contents.base)
     if contents.base is None:
@@ -399,7 +399,7 @@ def _format_licence(contents: Contents) -> str:
     return f"{named}, the licence of the base model, {where}, from which this is derived."
 
 
-def _list_checks(contents: Contents) -> Iterator[tuple[str, str, str]]:
+def _list_checks(contents: PublishedContents) -> Iterator[tuple[str, str, str]]:
     """Table rows of the verification for the model card: name, outcome, message."""
     for expert in contents.experts:
         for name, passed, message in _list_checks(expert):
@@ -412,7 +412,7 @@ def _list_checks(contents: Contents) -> Iterator[tuple[str, str, str]]:
         yield escape_markdown(name), "passed" if check.get("passed") else "failed", message
 
 
-def _list_versions(contents: Contents) -> Iterator[str]:
+def _list_versions(contents: PublishedContents) -> Iterator[str]:
     environment = contents.run.environment
     packages = environment.get("packages") or {}
     main_packages = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors")
@@ -424,7 +424,7 @@ def _list_versions(contents: Contents) -> Iterator[str]:
     hardware = ", ".join(f"{count} x {name}" for name, count in names.items()) or "CPU"
     cuda = environment.get("torch_cuda")
     yield escape_markdown(f"{hardware}{f', CUDA {cuda}' if cuda else ''}")
-    seconds = [value for value in contents.run.metrics.get_column("seconds") if math.isfinite(value)]
+    seconds = [value for value in contents.run.metrics.get_metric_column("seconds") if math.isfinite(value)]
     if seconds:
         spent = sum(seconds)
         duration = f"{spent / 3600:.1f} hours" if spent > 5400 else f"{spent / 60:.1f} minutes"

@@ -13,7 +13,7 @@ from dit_lora.config.remedies import HUB_PREFIX, get_hub_name
 from dit_lora.redact import redact_value
 
 
-def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) -> str:
+def redact_recipe(config: Mapping[str, Any], base: str, datasets: Sequence[str]) -> str:
     """The recipe as YAML that `load_recipe` reads, for the same training on the reader's data.
 
     Other paths become placeholders. The cache path and the settings that resume or publish a run are dropped.
@@ -76,7 +76,7 @@ def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) 
     return yaml.safe_dump(redact_value(values), sort_keys=False, allow_unicode=True)
 
 
-def clean_json(record: Any) -> str:
+def redact_json(record: Any) -> str:
     """A record as JSON without paths and names of machines or users."""
     return json.dumps(redact_value(record), indent=2, ensure_ascii=False) + "\n"
 

@@ -12,14 +12,14 @@ from dit_lora.adapters.diffusers_format import (
     read_run_metadata,
     require_valid_tensors,
 )
-from dit_lora.adapters.own_files import list_checkpoint_files, require_inside
+from dit_lora.adapters.own_files import list_checkpoint_files, require_paths_inside_checkpoint
 from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
 from dit_lora.config.experts import EXPERT_NAMES, find_expert_runs
 from dit_lora.config.records import (
     Answer,
     ConfigInCard,
     EnvironmentInCard,
-    Facts,
+    RunFacts,
     RunMetadata,
     VerificationInCard,
     parse_typed_json,
@@ -30,15 +30,15 @@ from dit_lora.config.yaml_parsing import read_yaml
 from dit_lora.environment.pipeline_index import INDEX_FILES, find_index_file
 from dit_lora.environment.safetensors_files import UnreadableFileError, read_tensors
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
-from dit_lora.files import read_inside, require_regular
-from dit_lora.hub.cleaning import clean_config, clean_json
+from dit_lora.files import read_file_inside_folder, require_regular_files
+from dit_lora.hub.cleaning import redact_json, redact_recipe
 from dit_lora.parsing import ParseError
 from dit_lora.redact import redact_model_text, redact_value
 from dit_lora.report.run.files import RunFiles, RunReader
 from dit_lora.report.run.page import get_sample_prompts
 from dit_lora.training.tasks.facts import FACTS_FILE
 from dit_lora.verify.expert_pair import format_expert_filename
-from dit_lora.verify.verified_files import require_unchanged
+from dit_lora.verify.verified_files import require_result_unchanged
 
 CARD_FILE = "README.md"
 SAMPLES_PREFIX = "samples/"
@@ -58,7 +58,7 @@ class CardSample:
 
 
 @dataclass(frozen=True)
-class Contents:
+class PublishedContents:
     """A run in its published form. `files` are paths or bytes by path in the repository, without the card."""
 
     run: RunFiles
@@ -69,7 +69,7 @@ class Contents:
     """`lora`, `peft` or `pipeline`."""
     files: Mapping[str, Path | bytes] = field(default_factory=dict)
     card_samples: tuple[CardSample, ...] = ()
-    experts: tuple["Contents", ...] = ()
+    experts: tuple["PublishedContents", ...] = ()
     """The contents of each expert's run if both were trained, high noise first."""
 
     @property
@@ -84,7 +84,7 @@ class Contents:
         return name if "/" in name else None
 
 
-def collect_contents(run_dir: Path) -> Contents:
+def collect_contents(run_dir: Path) -> PublishedContents:
     """Collect everything that a push of the run uploads, except its card. Works for a run of both experts too.
 
     Raises:
@@ -93,8 +93,8 @@ def collect_contents(run_dir: Path) -> Contents:
     """
     runs = find_expert_runs(run_dir)
     if len(runs) > 1:
-        return _join_experts(run_dir, [collect_contents(run) for run in runs])
-    require_regular(run_dir)
+        return _collect_expert_contents(run_dir, [collect_contents(run) for run in runs])
+    require_regular_files(run_dir)
     # The state is not shown on the card, so it need not be derived.
     run = RunReader(run_dir).read("finished")
     # The card shows values of these records. Each call raises for missing keys or wrong types.
@@ -103,34 +103,34 @@ def collect_contents(run_dir: Path) -> Contents:
     validate_value(run.environment, EnvironmentInCard, f"{message_prefix}: environment.json")
     if run.verification:
         validate_value(run.verification, VerificationInCard, f"{message_prefix}: {VERIFICATION_FILE}")
-    result, kind = _find_result(run)
+    result, kind = _find_run_result(run)
     _require_verified(run)
     # The file with the training metadata.
     main = result / {"lora": ADAPTER_FILE, "peft": CHAT_ADAPTER_FILE}.get(kind, RUN_METADATA_FILE)
     if kind == "peft" and not main.is_file():
         main = result / BASE_FILE  # only base weights were trained
-    _require_sound(run_dir, result, kind)
+    _require_valid_result(run_dir, result, kind)
     metadata = redact_value(read_typed_json(main, RunMetadata) if kind == "pipeline" else read_run_metadata(main))
     files = {_get_repository_name(name, metadata, kind): content for name, content in _list_result_files(result, kind)}
     samples = _collect_samples(run, files)
     facts = _read_facts(run)
     # A link could publish a file from outside the run.
-    require_inside(run.folder, [path for path in files.values() if isinstance(path, Path)])
+    require_paths_inside_checkpoint(run.folder, [path for path in files.values() if isinstance(path, Path)])
     base = str(metadata.get("base_model") or "path/to/base")
     datasets = facts["data"]["datasets"]
-    files["config.yaml"] = clean_config(run.config, base, datasets).encode()
+    files["config.yaml"] = redact_recipe(run.config, base, datasets).encode()
     if run.verification:
         # The digests are by path in the run's folder, and the Hub has its own.
         shown_record = {name: value for name, value in run.verification.items() if name != "files"}
         record = {**shown_record, "adapter": _get_repository_name(main.name, metadata, kind), "base_model": base}
-        files[VERIFICATION_FILE] = clean_json(record).encode()
+        files[VERIFICATION_FILE] = redact_json(record).encode()
     redacted_fields = ("config", "environment", "events", "quarantine", "status")
     # The card is written from this copy.
     public = replace(run, **{name: redact_value(getattr(run, name)) for name in redacted_fields})
-    return Contents(public, facts, metadata, kind, files, tuple(samples))
+    return PublishedContents(public, facts, metadata, kind, files, tuple(samples))
 
 
-def _join_experts(run_dir: Path, experts: Sequence[Contents]) -> Contents:
+def _collect_expert_contents(run_dir: Path, experts: Sequence[PublishedContents]) -> PublishedContents:
     """Contents to publish for a run of both experts.
 
     The samples are those of the last run, which are made with both.
@@ -153,11 +153,11 @@ def _join_experts(run_dir: Path, experts: Sequence[Contents]) -> Contents:
             elif not name.startswith(SAMPLES_PREFIX):
                 files[name] = item
     base, datasets = str(last_expert.metadata.get("base_model")), last_expert.facts["data"]["datasets"]
-    files["config.yaml"] = clean_config(read_yaml(run_dir / "config.yaml"), base, datasets).encode()
+    files["config.yaml"] = redact_recipe(read_yaml(run_dir / "config.yaml"), base, datasets).encode()
     return replace(last_expert, files=files, experts=tuple(experts))
 
 
-def _find_result(run: RunFiles) -> tuple[Path, str]:
+def _find_run_result(run: RunFiles) -> tuple[Path, str]:
     """Folder and kind of the run's result. Raises `DitLoraError` if the run has no result yet."""
     folder = run.folder
     if find_index_file(folder / "model"):
@@ -190,10 +190,10 @@ def _require_verified(run: RunFiles) -> None:
                 failed,
             )
         )
-    require_unchanged(run.folder, f"{run.folder} is not pushed")
+    require_result_unchanged(run.folder, f"{run.folder} is not pushed")
 
 
-def _require_sound(run_dir: Path, result: Path, kind: str) -> None:
+def _require_valid_result(run_dir: Path, result: Path, kind: str) -> None:
     """Raise `CheckFailedError` if a result file has NaN or Inf, or an adapter has no effect.
 
     Files may have changed since verified.
@@ -219,7 +219,7 @@ def _read_facts(run: RunFiles) -> dict[str, Any]:
     """
     file = run.folder / FACTS_FILE
     try:
-        facts = parse_typed_json(read_inside(run.folder, file), Facts, FACTS_FILE)
+        facts = parse_typed_json(read_file_inside_folder(run.folder, file), RunFacts, FACTS_FILE)
         # Exactly one of the two: diffusion models have a pipeline, chat models a model.
         if ("pipeline" in facts) == ("model" in facts):
             raise ParseError(f"{FACTS_FILE} is damaged: it must have `pipeline` or `model`")
@@ -251,7 +251,7 @@ def _list_result_files(result: Path, kind: str) -> Iterator[tuple[str, Path | by
         values = read_typed_json(path, dict[str, Any]) if is_config else {}
         # `_name_or_path` is the path of a folder on the machine that trained.
         public = {key: value for key, value in values.items() if key != "_name_or_path"}
-        yield name, path if redact_value(public) == values else clean_json(public).encode()
+        yield name, path if redact_value(public) == values else redact_json(public).encode()
 
 
 def _collect_samples(run: RunFiles, files: dict[str, Path | bytes]) -> list[CardSample]:
@@ -283,7 +283,7 @@ def _collect_chat_answers(run_dir: Path, step_folders: Mapping[str, Path]) -> li
     answers: dict[str, list[dict[str, Any]]] = {"before": []}
     for stage, folder in step_folders.items():
         file = folder / "answers.json"
-        require_inside(run_dir, [file])
+        require_paths_inside_checkpoint(run_dir, [file])
         answers[stage] = redact_value(read_typed_json(file, list[Answer])) if file.is_file() else []
     return [
         CardSample(

@@ -11,16 +11,16 @@ from dit_lora.config.experts import EXPERT_NAMES
 from dit_lora.config.records import parse_typed_json
 from dit_lora.environment.pipeline_index import MODULAR_INDEX_FILE, set_component_source
 from dit_lora.errors import DitLoraError
-from dit_lora.files import read_regular, write_atomically
+from dit_lora.files import read_regular_file, write_atomically
 from dit_lora.hub.account import HubError, check_account, request_with_retries
 from dit_lora.hub.card import write_card
-from dit_lora.hub.cleaning import clean_json
+from dit_lora.hub.cleaning import redact_json
 from dit_lora.hub.contents import (
     ADAPTER_FILES,
     CARD_FILE,
     SAMPLES_PREFIX,
     VERIFICATION_FILE,
-    Contents,
+    PublishedContents,
     collect_contents,
 )
 from dit_lora.verify.expert_pair import format_expert_filename
@@ -30,7 +30,7 @@ from dit_lora.verify.expert_pair import format_expert_filename
 class Publication:
     """All files of a run for its repository, including the card."""
 
-    contents: Contents
+    contents: PublishedContents
     repo_id: str
     files: Mapping[str, Path | bytes]
 
@@ -55,9 +55,9 @@ def prepare_publication(run_dir: Path, repo_id: str) -> Publication:
     index = files.get(MODULAR_INDEX_FILE)
     if index is not None:
         # On the Hub, a modular index must name the repository that has the components.
-        content = index if isinstance(index, bytes) else read_regular(index)
+        content = index if isinstance(index, bytes) else read_regular_file(index)
         values = parse_typed_json(content, dict[str, Any], MODULAR_INDEX_FILE)
-        files[MODULAR_INDEX_FILE] = clean_json(set_component_source(values, repo_id)).encode()
+        files[MODULAR_INDEX_FILE] = redact_json(set_component_source(values, repo_id)).encode()
     return Publication(contents, repo_id, files)
 
 

@@ -21,7 +21,7 @@ from dit_lora.files import read_json, write_json
 from dit_lora.models.opendit import convert_opendit, infer_opendit_config
 from dit_lora.models.video_dit import VideoDiTTransformer3DModel
 from dit_lora.models.video_dit_pipeline import VideoDiTPipeline
-from dit_lora.models.videochat2.released import read_released
+from dit_lora.models.videochat2.released import read_released_weights
 
 VAE, TEXT_ENCODER = "stabilityai/sd-vae-ft-ema", "openai/clip-vit-base-patch32"
 """Hub ids of the VAE and the text encoder that OpenDiT uses."""
@@ -137,7 +137,7 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
         # Released .bin files are pickles, which are read without running any code in them.
-        file_tensors = read_tensors(file) if file.suffix == ".safetensors" else read_released(file).tensors
+        file_tensors = read_tensors(file) if file.suffix == ".safetensors" else read_released_weights(file).tensors
         # Shards of one checkpoint never share a name, so duplicates mean that two checkpoints are mixed.
         duplicates = sorted(file_tensors.keys() & tensors.keys())
         if duplicates:

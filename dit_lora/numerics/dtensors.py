@@ -28,7 +28,7 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def needs_all_ranks(model: nn.Module) -> bool:
+def has_collective_forward(model: nn.Module) -> bool:
     """True if a forward pass is collective.
 
     That is so if weights are sharded, or a sample's tokens are (Diffusers' context parallelism).
@@ -85,7 +85,7 @@ def gather_tensors(tensors: Mapping[str, torch.Tensor], *, keep_values: bool) ->
     return gathered
 
 
-def shard_like(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+def shard_like_reference(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Shard full `values`, which must be equal on all ranks, like the tensor `reference`, on its device. Not
     collective.
 
@@ -101,7 +101,7 @@ def shard_like(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def copy_full_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Copy full `values`, which must be equal on all ranks, into a tensor that may be sharded. Not collective."""
-    tensor.copy_(shard_like(values, tensor) if isinstance(tensor, DTensor) else values)
+    tensor.copy_(shard_like_reference(values, tensor) if isinstance(tensor, DTensor) else values)
 
 
 def describe_tensors(
@@ -162,7 +162,7 @@ def disable_gathering(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def keep_gathered(block: nn.Module) -> Iterator[None]:
+def keep_block_weights_gathered(block: nn.Module) -> Iterator[None]:
     """Keep all weights of a sharded block gathered inside the context, also after a call of the block. Collective."""
     # The block's own weights are gathered already: this runs inside a call of it.
     units = [m for m in block.modules() if isinstance(m, FSDPModule) and m is not block]
@@ -182,7 +182,7 @@ _GATHER_ATTRIBUTES = ("param_dtype", "all_gather_outputs", "_unsharded_inner_ten
 
 
 @contextmanager
-def gather_in_fp32(model: nn.Module, dtypes: Collection[torch.dtype]) -> Iterator[None]:
+def gather_shards_in_fp32(model: nn.Module, dtypes: Collection[torch.dtype]) -> Iterator[None]:
     """All-gather sharded weights of these dtypes in fp32 inside the context, in the forward and backward pass.
 
     `MixedPrecisionPolicy(param_dtype=torch.float32)` does this for a whole run, but cannot be set later. A block whose

@@ -24,7 +24,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def unify_out_of_memory_errors() -> Iterator[None]:
+def convert_to_out_of_memory_error() -> Iterator[None]:
     """Raise `torch.OutOfMemoryError` for host memory too, where PyTorch and Python raise other classes."""
     try:
         yield

@@ -56,12 +56,12 @@ def compute_next_token_losses(
         raise DitLoraError(f"chunk_size must be at least 1 row; got {chunk_size}")
     # (B * A, D) and (B * A,), in chunks of rows: logits of the whole batch may not fit in memory.
     rows, targets = hidden.flatten(0, 1).split(chunk_size), labels.flatten().split(chunk_size)
-    parts = [recomputed(_compute_cross_entropy, head, *part) for part in zip(rows, targets, strict=True)]
+    parts = [call_with_recomputation(_compute_cross_entropy, head, *part) for part in zip(rows, targets, strict=True)]
     # (B * A,) to (B, A), then the mean over the labels that count; 0 / 0 is NaN for a sample without any.
     return torch.cat(parts).view_as(labels).sum(1) / (labels != IGNORE_INDEX).sum(1)
 
 
-def recomputed(function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+def call_with_recomputation(function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
     """Call a function and recompute its activations in the backward pass instead of saving them."""
     return checkpoint(function, *args, use_reentrant=False)
 
@@ -103,11 +103,11 @@ class VPrediction:
         return cls(alphas.sqrt().float(), (1 - alphas).sqrt().float())
 
     def add_noise(self, clean: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-        alpha, sigma = (_look_up(table, timesteps, clean) for table in (self.alpha, self.sigma))
+        alpha, sigma = (_look_up_by_timestep(table, timesteps, clean) for table in (self.alpha, self.sigma))
         return alpha * clean.float() + sigma * noise.float()
 
     def compute_target(self, clean: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-        alpha, sigma = (_look_up(table, timesteps, clean) for table in (self.alpha, self.sigma))
+        alpha, sigma = (_look_up_by_timestep(table, timesteps, clean) for table in (self.alpha, self.sigma))
         return alpha * noise.float() - sigma * clean.float()
 
 
@@ -199,7 +199,7 @@ class EpsilonPrediction:
         return cls(*(values.float() for values in tables))
 
     def add_noise(self, clean: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-        alpha, sigma = (_look_up(table, timesteps, clean) for table in (self.alpha, self.sigma))
+        alpha, sigma = (_look_up_by_timestep(table, timesteps, clean) for table in (self.alpha, self.sigma))
         return alpha * clean.float() + sigma * noise.float()
 
     def compute_variational_bound(
@@ -223,7 +223,7 @@ class EpsilonPrediction:
         """
         # Each (B, 1, ..., 1).
         alpha, sigma, high, low, clean_share, noisy_share = (
-            _look_up(table, timesteps, clean)
+            _look_up_by_timestep(table, timesteps, clean)
             for table in (
                 *(self.alpha, self.sigma, self.log_beta, self.log_posterior_variance),
                 *(self.clean_coefficient, self.noisy_coefficient),
@@ -255,7 +255,7 @@ def _compute_weighted_mean(values: torch.Tensor, weights: torch.Tensor | None) -
     return (values * weights).flatten(1).sum(1) / weights.flatten(1).sum(1)
 
 
-def _look_up(table: torch.Tensor, timesteps: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+def _look_up_by_timestep(table: torch.Tensor, timesteps: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     # (B,) to (B, 1, ..., 1), to broadcast over each sample.
     return table.to(reference.device, non_blocking=True)[timesteps].view(-1, *[1] * (reference.ndim - 1))
 

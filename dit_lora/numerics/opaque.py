@@ -12,7 +12,7 @@ COUNTS_ONLY = "_dit_lora_only_counts"
 """An attribute of a hook on saved tensors that leaves them as they are."""
 
 
-def set_fused_test(module: nn.Module, is_fused: Callable[[], bool] | None) -> None:
+def set_fused_module_test(module: nn.Module, is_fused: Callable[[], bool] | None) -> None:
     """Set the function that tells whether a module runs as one fused kernel now; None removes it.
 
     It is not saved with the model.
@@ -22,8 +22,8 @@ def set_fused_test(module: nn.Module, is_fused: Callable[[], bool] | None) -> No
         module.__dict__[_FUSED_TEST] = is_fused
 
 
-def get_fused_test(module: nn.Module) -> Callable[[], bool] | None:
-    """The function set by `set_fused_test`, which tells if a module runs as one fused kernel now; None if unset."""
+def get_fused_module_test(module: nn.Module) -> Callable[[], bool] | None:
+    """The function set by `set_fused_module_test`, which tells if a module runs as one fused kernel now; None if unset."""
     return module.__dict__.get(_FUSED_TEST)
 
 
@@ -36,6 +36,6 @@ def iterate_called_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if any(name.startswith(part) for part in parts[-1:]):
             continue
         yield name, module
-        is_fused = get_fused_test(module)
+        is_fused = get_fused_module_test(module)
         if is_fused is not None and is_fused():
             parts.append(f"{name}.")

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from dit_lora.config.optimizers import collect_names
+from dit_lora.config.optimizers import collect_optimizer_names
 
 
 def read_group_numbers(group: Mapping[str, Any]) -> dict[str, float]:
     """Numbers that an optimizer keeps in a parameter group, by name; most optimizers keep none."""
-    names = collect_names(lambda record: record.group_numbers)
+    names = collect_optimizer_names(lambda record: record.group_numbers)
     return {name: group[name] for name in names if name in group}
 
 
@@ -27,7 +27,7 @@ def is_scalar_tensor(tensor: torch.Tensor) -> bool:
     return tensor.ndim == 0 and tensor.dtype in (torch.int64, torch.float64)
 
 
-def restore_scalars(container: MutableMapping[str, Any], prefix: str, state: Mapping[str, torch.Tensor]) -> None:
+def restore_saved_scalars(container: MutableMapping[str, Any], prefix: str, state: Mapping[str, torch.Tensor]) -> None:
     """Overwrite each number in a mapping with the tensor `<prefix>/<name>` of a saved state.
 
     Tensors stay unchanged.

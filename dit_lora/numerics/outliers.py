@@ -12,7 +12,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from dit_lora.config.optimizers import collect_names
+from dit_lora.config.optimizers import collect_optimizer_names
 from dit_lora.numerics.dtensors import get_local_tensor
 from dit_lora.numerics.finite import can_hold_nonfinite, read_scalars
 
@@ -46,7 +46,7 @@ def describe_corrupted_tensors(
         kinds[_get_tensor_kind(name)].append(peak)
     # With only one or two tensors, a corrupted one would change the median itself.
     usual = {kind: median(sizes) if len(sizes) > 2 else 0.0 for kind, sizes in kinds.items()}
-    squares = collect_names(lambda record: record.squared_state)
+    squares = collect_optimizer_names(lambda record: record.squared_state)
     descriptions = []
     for name, peak in peaks.items():
         # Second moments are squares, and so is the factor between them.

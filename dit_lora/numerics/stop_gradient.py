@@ -11,7 +11,7 @@ from contextvars import ContextVar
 import torch
 
 
-class StoppedValues:
+class StopGradientValues:
     """Values of `stop_gradient` from the first evaluation of a loss, in the order of its calls."""
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class StoppedValues:
         self._num_used = 0
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
+    def hold_values_across_evaluations(self) -> Iterator[None]:
         """Context of one evaluation: the first records the values, and all later ones use them."""
         # Each evaluation calls `stop_gradient` in the same order.
         self._num_used = 0
@@ -32,7 +32,7 @@ class StoppedValues:
         # Only after an evaluation without an error.
         self._is_recorded = True
 
-    def replace(self, tensor: torch.Tensor) -> torch.Tensor:
+    def replace_with_recorded_value(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replace a detached `tensor` by its value in the first evaluation of the loss."""
         # The first evaluation defines the constants.
         if not self._is_recorded:
@@ -44,13 +44,13 @@ class StoppedValues:
         return value
 
 
-_STOPPED_VALUES: ContextVar[StoppedValues | None] = ContextVar("stopped_values", default=None)
+_STOPPED_VALUES: ContextVar[StopGradientValues | None] = ContextVar("stopped_values", default=None)
 
 
 def stop_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as a constant of a loss; inside `StoppedValues.hold`, its value in the first evaluation."""
+    """The tensor as a constant of a loss; inside `StopGradientValues.hold_values_across_evaluations`, its value in the first evaluation."""
     stopped_values = _STOPPED_VALUES.get()
     # Outside of a gradient check.
     if stopped_values is None:
         return tensor.detach()
-    return stopped_values.replace(tensor.detach())
+    return stopped_values.replace_with_recorded_value(tensor.detach())

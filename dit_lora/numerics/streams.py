@@ -89,7 +89,7 @@ def move_to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values.to(device, non_blocking=True)
 
 
-def normal(shape: Sequence[int], generators: Sequence[torch.Generator]) -> torch.Tensor:
+def draw_normal_noise(shape: Sequence[int], generators: Sequence[torch.Generator]) -> torch.Tensor:
     """Standard normal noise, fp32 (B, *shape) on the CPU, each row from its own generator."""
     # One call for each sample: the batch size must not change a sample's numbers.
     return torch.stack([torch.randn(tuple(shape), generator=row) for row in generators])

@@ -29,7 +29,7 @@ _NUM_SNAPSHOTS = 2
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchLayout:
     """Layout of a launch: the number of processes, and how the model is sharded over them."""
 
     num_ranks: int = 1
@@ -79,7 +79,7 @@ class MemoryBudget:
     """The memory and disk that one recipe needs under one launch, in bytes."""
 
     recipe: Recipe
-    launch: Launch
+    launch: LaunchLayout
     gpu_bytes: int | None
     checkpointing_mode: CheckpointingMode
     """The activation checkpointing that the run would use."""
@@ -108,7 +108,7 @@ class MemoryBudget:
 def compute_budget(
     recipe: Recipe,
     estimator: MemoryEstimator,
-    launch: Launch,
+    launch: LaunchLayout,
     gpu_bytes: int | None,
     mode: CheckpointingMode | None = None,
 ) -> MemoryBudget:
@@ -127,9 +127,9 @@ def compute_budget(
     # By shape and checkpointing mode, without gradients.
     needs = {str(shape): estimator.measure_activations(recipe, shape) for shape in estimator.shapes}
     # Activations are still 0: their size depends on the mode, which depends on this state.
-    state = _compute_state(recipe, estimator, weights, launch)
+    state = _compute_training_state_memory(recipe, estimator, weights, launch)
     if mode is None:
-        mode = _choose_mode(recipe, needs[str(largest)], weights, state, gpu_bytes, launch)
+        mode = _choose_checkpointing_mode(recipe, needs[str(largest)], weights, state, gpu_bytes, launch)
     peak = estimator.measure_peak(recipe, largest, mode)
     # With context parallelism each rank has an equal share of the tokens, and so of the activations.
     parallel = recipe.train.context_parallel
@@ -160,13 +160,13 @@ def compute_budget(
     )
 
 
-def _choose_mode(
+def _choose_checkpointing_mode(
     recipe: Recipe,
     needs: PeakBytes,
     weights: ModelWeights,
     state: TrainingMemory,
     gpu_bytes: int | None,
-    launch: Launch,
+    launch: LaunchLayout,
 ) -> CheckpointingMode:
     """The activation checkpointing mode that the run would choose on this GPU."""
     requested = recipe.train.effective_checkpointing
@@ -183,8 +183,8 @@ def _choose_mode(
     return advise_checkpointing(needs, max(0, free), requested).mode
 
 
-def _compute_state(
-    recipe: Recipe, estimator: MemoryEstimator, weights: ModelWeights, launch: Launch
+def _compute_training_state_memory(
+    recipe: Recipe, estimator: MemoryEstimator, weights: ModelWeights, launch: LaunchLayout
 ) -> TrainingMemory:
     """Every part of a training step's memory except activations, which are 0 in the result."""
     parts, trained = launch.num_weight_shards, weights.trained_bytes
@@ -282,7 +282,7 @@ def _count_second_model_bytes(recipe: Recipe, weights: ModelWeights) -> int:
 
 
 def _compute_host_bytes(
-    recipe: Recipe, estimator: MemoryEstimator, weights: ModelWeights, training: TrainingMemory, launch: Launch
+    recipe: Recipe, estimator: MemoryEstimator, weights: ModelWeights, training: TrainingMemory, launch: LaunchLayout
 ) -> dict[str, int]:
     """Bytes of host memory for all ranks of one machine together. Python and its libraries are not counted."""
     data, ranks = recipe.data, launch.num_ranks
@@ -331,7 +331,7 @@ def _compute_disk_bytes(recipe: Recipe, estimator: MemoryEstimator, weights: Mod
     return {"cache, a clip": sample_bytes, **sizes}
 
 
-def _list_assumptions(recipe: Recipe, estimator: MemoryEstimator, launch: Launch) -> list[str]:
+def _list_assumptions(recipe: Recipe, estimator: MemoryEstimator, launch: LaunchLayout) -> list[str]:
     lines = []
     if estimator.is_gpu:
         lines.append(

@@ -8,7 +8,7 @@ from dit_lora.config.chat import ChatConfig
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.cache.cache import Spec
 from dit_lora.data.chat.conversation import Conversation, Turn
-from dit_lora.data.chat.fitting import fit_to_length
+from dit_lora.data.chat.fitting import shorten_conversation
 from dit_lora.data.chat.rendered import RenderedConversation
 from dit_lora.data.chat.tensors import round_up_length
 from dit_lora.data.media.video_header import VideoHeader
@@ -16,7 +16,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families.chat_base import ChatCheckpoint
 from dit_lora.families.without_weights import is_data_available
 from dit_lora.training.tasks.chat.samples import build_training_set, find_conversations
-from dit_lora.training.tasks.chat.training_set import ChatEntry, ChatSet, ChatShape
+from dit_lora.training.tasks.chat.training_set import ChatEntry, ChatShape, ChatTrainingSet
 
 _SYNTHETIC_DURATION_S = 60.0
 
@@ -44,7 +44,7 @@ def compute_chat_specs(
     return {shape: (spec, clips.integer_inputs())}
 
 
-def _build_synthetic_set(recipe: Recipe, checkpoint: ChatCheckpoint) -> ChatSet:
+def _build_synthetic_set(recipe: Recipe, checkpoint: ChatCheckpoint) -> ChatTrainingSet:
     """A dataset with one synthetic conversation that is as long as the recipe allows."""
     # A recipe without the section uses its defaults.
     chat, data = recipe.chat or ChatConfig(), recipe.data
@@ -59,7 +59,9 @@ def _build_synthetic_set(recipe: Recipe, checkpoint: ChatCheckpoint) -> ChatSet:
     def render_sample(num_words: int) -> tuple[Conversation, RenderedConversation]:
         turn = Turn("a " * chat.max_tokens, "a " * num_words, "a")
         largest = Conversation("largest", "video", None, (turn,), system=chat.system)
-        return largest, fit_to_length(checkpoint.render(largest, pixels, seconds), chat.max_tokens)
+        return largest, shorten_conversation(
+            checkpoint.tokenize_conversation(largest, pixels, seconds), chat.max_tokens
+        )
 
     _, short = render_sample(1)
     _, longer = render_sample(9)
@@ -73,4 +75,4 @@ def _build_synthetic_set(recipe: Recipe, checkpoint: ChatCheckpoint) -> ChatSet:
     length = round_up_length(len(long), chat.length_step)
     shape = ChatShape(length, pixels.frames, pixels.height, pixels.width, "video")
     entry = ChatEntry(conversation, header, shape, long.num_answer_tokens, len(long.instruction))
-    return ChatSet.from_entries([entry], checkpoint, chat, checkpoint.pad_token_id)
+    return ChatTrainingSet.from_entries([entry], checkpoint, chat, checkpoint.pad_token_id)

@@ -15,7 +15,7 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families.without_weights import config_only_recipe, open_recipe_checkpoint
 from dit_lora.numerics.precision import choose_precision
-from dit_lora.planning.budget import GIB, Launch, MemoryBudget, compute_budget
+from dit_lora.planning.budget import GIB, LaunchLayout, MemoryBudget, compute_budget
 from dit_lora.planning.subject import MemoryEstimator
 from dit_lora.training.execution.activation_checkpointing import CHECKPOINTING_MODES
 from dit_lora.training.session.launch import require_shardable
@@ -48,7 +48,7 @@ class MemoryPlan:
         after = self.change.budget.launch if self.change else self.budget.launch
         return after.sharding if after != self.budget.launch else None
 
-    def record(self) -> dict[str, Any]:
+    def to_json_values(self) -> dict[str, Any]:
         """The memory plan as JSON-compatible values, the output of `plan --json`; sizes in GiB."""
         budget, change = self.budget, self.change
         # None if the run fits, or if no change was found.
@@ -74,7 +74,7 @@ class MemoryPlan:
         }
 
 
-def plan_memory(path: str | Path, overrides: Sequence[str], launch: Launch, gpu_bytes: int | None) -> MemoryPlan:
+def plan_memory(path: str | Path, overrides: Sequence[str], launch: LaunchLayout, gpu_bytes: int | None) -> MemoryPlan:
     """Compute the memory budget of a recipe, and a change that makes it fit.
 
     Args:
@@ -111,7 +111,7 @@ def open_estimator(recipe: Recipe, *, is_gpu: bool) -> MemoryEstimator:
     return MemoryEstimator(recipe, family, checkpoint, dtype, is_gpu)
 
 
-def _require_valid_launch(recipe: Recipe, launch: Launch) -> None:
+def _require_valid_launch(recipe: Recipe, launch: LaunchLayout) -> None:
     """Raise `DitLoraError` for a combination of recipe and launch that training rejects."""
     # There is nothing to shard over.
     if launch.sharding != "ddp" and launch.num_ranks == 1:
@@ -134,7 +134,7 @@ class _RecipeVariants:
     overrides: Sequence[str]
     config_folder: str
     """The folder of the checkpoint's configs."""
-    launch: Launch
+    launch: LaunchLayout
     gpu_bytes: int | None
     _estimators: dict[str, MemoryEstimator] = field(default_factory=dict)
 
@@ -143,14 +143,14 @@ class _RecipeVariants:
         settings = _merge_settings(changes)
         recipe = load_recipe(self.path, [*self.overrides, *_format_overrides(settings)])
         # Sharding is not a key of the recipe: it belongs to the launch.
-        launch = Launch(self.launch.num_ranks, "fsdp2") if _SHARDING_KEY in settings else self.launch
+        launch = LaunchLayout(self.launch.num_ranks, "fsdp2") if _SHARDING_KEY in settings else self.launch
         _require_valid_launch(recipe, launch)
         # The recipe was read again, so its path is that of the original checkpoint.
         model = recipe.model.model_copy(update={"path": self.config_folder})
         recipe = recipe.model_copy(update={"model": model})
         return compute_budget(recipe, self.get_estimator(recipe), launch, self.gpu_bytes)
 
-    def try_changes(self, changes: Sequence[Settings]) -> MemoryBudget | None:
+    def compute_budget_with_changes(self, changes: Sequence[Settings]) -> MemoryBudget | None:
         """Compute the memory budget with these settings changed; None if the settings are not allowed."""
         try:
             return self.compute_memory_budget(changes)
@@ -174,12 +174,12 @@ def _find_fitting_change(variants: _RecipeVariants, budget: MemoryBudget) -> Pla
     # First settings that keep the data's shape, then smaller shapes.
     for changes in (list(_iterate_setting_changes(budget)), list(smaller)):
         for change in changes:
-            single_budget = variants.try_changes([change])
+            single_budget = variants.compute_budget_with_changes([change])
             if single_budget is not None and single_budget.fits:
                 return _build_change([change], single_budget)
         # No single change is enough: add up those that reduce the peak, until it fits.
         for change in changes:
-            together = variants.try_changes([*selected, change])
+            together = variants.compute_budget_with_changes([*selected, change])
             # Not allowed, or without an effect on the peak.
             if together is None or together.needed_bytes >= min_bytes:
                 continue
@@ -197,7 +197,7 @@ def _drop_unneeded_changes(
     # The last ones first: they cost the most.
     for change in reversed(selected):
         fewer = [other_change for other_change in selected if other_change is not change]
-        budget = variants.try_changes(fewer)
+        budget = variants.compute_budget_with_changes(fewer)
         if budget is not None and budget.fits:
             selected, fitting_budget = fewer, budget
     return _build_change(selected, fitting_budget)

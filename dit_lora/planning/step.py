@@ -131,13 +131,13 @@ def measure_step_peak(
         for weight in step.weights.values():
             if weight.requires_grad:
                 weight.grad = torch.empty_like(weight)
-    caller = _wrap_block_caller(BLOCK_CALLERS[mode])
+    caller = _wrap_block_call_in_autocast(BLOCK_CALLERS[mode])
     with use_block_caller(transformer, caller), step.track_allocations() as live:
-        step.run(lambda model, tensors: losses(model, tensors).losses.mean().backward())
+        step.run_on_fake_weights(lambda model, tensors: losses(model, tensors).losses.mean().backward())
     return live.max_bytes
 
 
-def _wrap_block_caller(block_caller: Callable[..., Any] | None) -> Callable[..., Any] | None:
+def _wrap_block_call_in_autocast(block_caller: Callable[..., Any] | None) -> Callable[..., Any] | None:
     """Run a block under CUDA's autocast also when backward recomputes it, where PyTorch turns function modes off."""
     # No public function tells whether a function mode is active.
     modes = _get_current_function_mode_stack()

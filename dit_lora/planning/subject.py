@@ -34,7 +34,7 @@ from dit_lora.training.execution.fake_step import CPU, AllocationTracker, FakeSt
 from dit_lora.training.replayable_batch import compute_training_losses
 from dit_lora.training.tasks.diffusion.cache_plan import DecodedSample
 from dit_lora.training.tasks.diffusion.samples import BucketedSample, find_samples
-from dit_lora.training.tasks.registry import task_of
+from dit_lora.training.tasks.registry import get_task_of_family
 
 T = TypeVar("T")
 
@@ -90,23 +90,23 @@ class MemoryEstimator:
     def is_chat(self) -> bool:
         return self.recipe.model.family in CHAT_FAMILIES
 
-    def get_model(self, recipe: Recipe) -> nn.Module:
+    def get_meta_model(self, recipe: Recipe) -> nn.Module:
         """The model on the meta device, with adapter and kernels, in training mode. `model.quantize` is ignored."""
         unquantized = recipe.model_copy(update={"model": recipe.model.model_copy(update={"quantize": None})})
 
-        def load() -> nn.Module:
+        def load_trainable_on_meta() -> nn.Module:
             # Parameters on the meta device have shapes and no memory.
-            with _build_on_meta(), _assume_gpu_kernels(self.is_gpu):
-                model, _, _ = task_of(recipe.model.family).load_trainable(
+            with _build_models_on_meta_device(), _assume_gpu_kernels(self.is_gpu):
+                model, _, _ = get_task_of_family(recipe.model.family).load_trainable(
                     unquantized, self.family, self.checkpoint, self.dtype
                 )
             return model.train()
 
-        return self._get_cached(("model", _get_model_key(recipe)), load)
+        return self._get_cached(("model", _get_model_key(recipe)), load_trainable_on_meta)
 
     def count_weights(self, recipe: Recipe) -> ModelWeights:
         """Bytes of the transformer's weights. The effect of `model.quantize` is computed, not applied."""
-        model = self.get_model(recipe)
+        model = self.get_meta_model(recipe)
         trained = [p for p in model.parameters() if p.requires_grad]
         frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
         # Parameters that are also read outside their block stay on the device: they cannot be offloaded.
@@ -128,21 +128,21 @@ class MemoryEstimator:
     def count_guidance_transformer_bytes(self, recipe: Recipe) -> int:
         """Bytes of the frozen transformers that samples need in addition to the trained one, in the run's dtype."""
         number = 0 if self.is_chat else self.checkpoint.sampler.num_guidance_transformers
-        return number * sum(p.nbytes for p in self.get_model(recipe).parameters() if not p.requires_grad)
+        return number * sum(p.nbytes for p in self.get_meta_model(recipe).parameters() if not p.requires_grad)
 
     def _count_quantization_savings(self, recipe: Recipe) -> int:
         kind = recipe.model.quantize
         if kind is None:
             return 0
 
-        def load() -> nn.Module:
+        def load_meta_base_model() -> nn.Module:
             # The base without an adapter, whose layers have the names that quantization uses.
             load_base = self.checkpoint.load_model if self.is_chat else self.checkpoint.denoiser.load_transformer
-            with _build_on_meta():
+            with _build_models_on_meta_device():
                 base_model: nn.Module = load_base(self.dtype)
             return base_model
 
-        base_model = self._get_cached("bare", load)
+        base_model = self._get_cached("bare", load_meta_base_model)
         names = find_base_members(base_model, recipe.optim.groups, self.family.group_patterns)
         return count_quantized_bytes(base_model, None) - count_quantized_bytes(base_model, kind, names)
 
@@ -165,10 +165,10 @@ class MemoryEstimator:
         buckets = used or list_buckets(
             self.recipe.data, self.checkpoint.info.size_multiple, self.checkpoint.info.unsupported_reason
         )
-        shapes = [self._add_references(shape) for shape in buckets]
+        shapes = [self._add_reference_shapes(shape) for shape in buckets]
         # Here, because loading a VAE that lacks these methods with tiling or slicing would fail.
         info, sizes = self.checkpoint.info, sorted({(shape.height, shape.width) for shape in shapes})
-        VaeMemory.from_config(self.recipe.data).require_supported(info.path.name, info.vae_config, sizes)
+        VaeMemory.from_config(self.recipe.data).require_tiling_support(info.path.name, info.vae_config, sizes)
         return {shape: (self._compute_encoded_spec(shape), {}) for shape in shapes}
 
     @cached_property
@@ -179,14 +179,14 @@ class MemoryEstimator:
         usable = find_samples(self.recipe, self.checkpoint.info, samples_per_step=1, quiet=True).usable
         return [sample for sample in usable if not sample.clip.is_held_out]
 
-    def _add_references(self, shape: VideoShape) -> VideoShape:
+    def _add_reference_shapes(self, shape: VideoShape) -> VideoShape:
         """The shape with as many references as a validation prompt has; unchanged if the data has them."""
         # None for models without references.
         takes = self.checkpoint.info.references
         if takes is None or shape.references or self.samples is not None:
             return shape
         number = max((len(files) for files in self.recipe.validation.references), default=0)
-        return takes.assume_shape(shape, number)
+        return takes.assume_reference_shapes(shape, number)
 
     @property
     def _validation_shape(self) -> VideoShape:
@@ -205,7 +205,7 @@ class MemoryEstimator:
         """Encode one fake sample of this shape. Returns the video encoder's outputs and its peak in bytes."""
         encode, encoders, fake = self._encoders
 
-        def run() -> tuple[Mapping[str, torch.Tensor], int]:
+        def run_encoders() -> tuple[Mapping[str, torch.Tensor], int]:
             # (F, 3, H, W), uint8 as decoded.
             size = (shape.frames, 3, shape.height, shape.width)
             with fake:
@@ -226,10 +226,10 @@ class MemoryEstimator:
                     silence = torch.zeros(sound_format.channels, sound_format.count_samples(shape.frames, fps))
                     sound = Sound(silence, sound_format.rate)
                 sample = DecodedSample(pixels, first_frame, tuple(references), mask, sound)
-                encoded = sample.encode(encode, shape)
+                encoded = sample.encode_sample(encode, shape)
             return encoded, live.max_bytes
 
-        return self._get_cached(shape, run)
+        return self._get_cached(shape, run_encoders)
 
     @cached_property
     def _encoders(self) -> tuple[Any, list[nn.Module], FakeTensorMode]:
@@ -299,7 +299,7 @@ class MemoryEstimator:
 
     def measure_activations(self, recipe: Recipe, shape: Any) -> PeakBytes:
         """Bytes of a micro-batch's activations, by checkpointing mode."""
-        size, model = recipe.train.batch_size, self.get_model(recipe)
+        size, model = recipe.train.batch_size, self.get_meta_model(recipe)
 
         def measure_needs() -> PeakBytes:
             batch, integers = (self._get_batch_spec(self.get_spec(shape), size), self.get_integer_inputs(shape, size))
@@ -310,7 +310,7 @@ class MemoryEstimator:
 
     def measure_peak(self, recipe: Recipe, shape: Any, mode: CheckpointingMode) -> int:
         """Peak bytes of a whole micro-step, with gradients."""
-        size, model = recipe.train.batch_size, self.get_model(recipe)
+        size, model = recipe.train.batch_size, self.get_meta_model(recipe)
         # With accumulation, gradients of earlier micro-steps are in memory during every pass but the first.
         exist = recipe.train.accumulate > 1
 
@@ -327,7 +327,7 @@ class MemoryEstimator:
         guided = recipe.validation.guidance_scale > self.checkpoint.sampler.guidance_threshold
         # Guidance may run the conditional and the unconditional prediction as one batch.
         size = self.checkpoint.sampler.guidance_batch_size if guided else 1
-        model = self.get_model(recipe)
+        model = self.get_meta_model(recipe)
 
         def measure_denoising() -> int:
             spec = self._compute_encoded_spec(self._validation_shape)
@@ -339,7 +339,7 @@ class MemoryEstimator:
                     emulate_autocast(model, self.dtype, is_gpu=self.is_gpu),
                     step.track_allocations() as live,
                 ):
-                    step.run(self._make_loss_function(size))
+                    step.run_on_fake_weights(self._make_loss_function(size))
             finally:
                 model.train()
             return live.max_bytes
@@ -356,7 +356,7 @@ class MemoryEstimator:
             name: torch.empty(size, dtype=dtype, device="meta")
             for name, (size, dtype) in self._get_batch_spec(self.get_spec(shape), 1).items()
         }
-        noise = RandomStreams(0, [0]).draw_tensors(self.checkpoint.draw_functions(batch), CPU)
+        noise = RandomStreams(0, [0]).draw_tensors(self.checkpoint.get_random_input_samplers(batch), CPU)
         return sum(tensor.nbytes for tensor in noise.values())
 
     def _get_batch_spec(self, spec: Spec, size: int) -> Spec:
@@ -379,7 +379,7 @@ def _get_model_key(recipe: Recipe) -> str:
 
 
 @contextmanager
-def _build_on_meta() -> Iterator[None]:
+def _build_models_on_meta_device() -> Iterator[None]:
     """Context in which models are built from their configs, on the meta device."""
     with torch.device("meta"), build_from_configs():
         yield

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from dit_lora.data.chat.rendered import RenderedConversation
-from dit_lora.data.chat.view import PART_NAMES, build_piece_views, count_parts
+from dit_lora.data.chat.view import PART_NAMES, build_piece_views, count_tokens_by_kind
 from dit_lora.report.pages import render_page, write_page
 
 MAX_FRAMES = 32
@@ -53,7 +53,7 @@ def write_chat_sample_page(
         kind=kind,
         size=f"{frames.shape[3]} x {frames.shape[2]}" if frames is not None else "",
         total=len(rendered_sample),
-        counts=count_parts(rendered_sample),
+        counts=count_tokens_by_kind(rendered_sample),
         pieces=build_piece_views(rendered_sample, tokenizer),
         names=PART_NAMES,
         dropped=sum(piece.num_dropped for piece in rendered_sample.pieces),

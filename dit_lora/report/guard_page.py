@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dit_lora.errors import format_kind
-from dit_lora.files import can_open_inside, read_json_lines
-from dit_lora.guard.attach.guard_json import FILE_NAME, STATISTICS_FILE, read_entries
+from dit_lora.errors import format_event_kind
+from dit_lora.files import can_open_inside_folder, read_json_lines
+from dit_lora.guard.attach.guard_json import FILE_NAME, STATISTICS_FILE, read_guard_entries
 from dit_lora.guard.attach.samples.row_names import is_sample_name
 from dit_lora.redact import make_redactor
 from dit_lora.report.charts.heat_map import ModuleHistory, build_heat_maps
 from dit_lora.report.pages import render_page, write_page
 from dit_lora.report.run.history import ensure_dict, get_diagnosis
 from dit_lora.report.run.recipe_diff import format_value
-from dit_lora.report.run.words import NO_VALUE, EventRow, Figure, build_event_row
+from dit_lora.report.run.words import NO_VALUE, EventRow, HeadlineFigure, build_event_row
 
 _NUM_VISIBLE_ROWS = 50
 """Number of table rows that are visible; the others can be expanded."""
@@ -54,7 +54,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class LaneMark:
+class TimelineMark:
     """A guard event on a timeline: its position in percent, color class and text."""
 
     at: float
@@ -63,23 +63,23 @@ class LaneMark:
 
 
 @dataclass(frozen=True)
-class Lane:
+class TimelineLane:
     """Timeline of the guard events of one cause over the steps."""
 
     cause: str
     count: int
-    ticks: Sequence[LaneMark]
+    ticks: Sequence[TimelineMark]
 
 
 @dataclass(frozen=True)
-class Start:
+class GuardTimelines:
     """Report on one guard of the folder: what it watched, and its events over the steps."""
 
     title: str
     facts: Sequence[tuple[str, str]]
     steps: int
     """The last known step."""
-    lanes: Sequence[Lane]
+    lanes: Sequence[TimelineLane]
 
 
 def is_guard_folder(folder: Path) -> bool:
@@ -98,7 +98,7 @@ def write_guard_report(folder: Path) -> Path:
     clean = make_redactor()
     # Torn lines were being written when a process was killed.
     events, torn = read_json_lines(folder / "events.jsonl")
-    events, starts = clean(events), clean(read_entries(folder))
+    events, starts = clean(events), clean(read_guard_entries(folder))
     rows = [_build_row(group, folder) for group in _group_equal_events(events[-_MAX_EVENTS:])]
     # From the whole list: the table below has only the latest events.
     # False until the guard is closed, and so also after a kill.
@@ -117,7 +117,9 @@ def write_guard_report(folder: Path) -> Path:
     if torn:
         count = "1 incomplete line" if len(torn) == 1 else f"{len(torn)} incomplete lines"
         notes.append(f"Ignored {count} of events.jsonl.")
-    weights = sorted(path for path in folder.glob("last_good_step_*.safetensors") if can_open_inside(folder, path))
+    weights = sorted(
+        path for path in folder.glob("last_good_step_*.safetensors") if can_open_inside_folder(folder, path)
+    )
     page = render_page(
         "guard_page.html",
         scripts=("page.js",) if heat else (),
@@ -126,7 +128,7 @@ def write_guard_report(folder: Path) -> Path:
         state_color=color,
         written=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         figures=_build_figures(events, starts),
-        starts=_build_starts(events, starts),
+        starts=_build_all_guard_timelines(events, starts),
         rows_open=rows[:_NUM_VISIBLE_ROWS],
         rows_more=rows[_NUM_VISIBLE_ROWS:],
         earlier=max(0, len(events) - _MAX_EVENTS),
@@ -139,7 +141,7 @@ def write_guard_report(folder: Path) -> Path:
     return write_page(folder / "report.html", page, allow_stream=False)
 
 
-def _build_figures(events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]) -> list[Figure]:
+def _build_figures(events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]) -> list[HeadlineFigure]:
     have_all_ended = bool(starts) and all(start.get("ended") is True for start in starts)
     # Counts of a start that did not end are as of its last write.
     caveat = "" if have_all_ended else "as of the last write"
@@ -159,35 +161,41 @@ def _build_figures(events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping
     switched_off.discard("")
     share = f"{100 * lost / (num_taken + lost):.1f}% of {num_taken + lost:,}" if lost else ""
     return [
-        Figure("Steps taken", f"{num_taken:,}" if starts else NO_VALUE, caveat),
-        Figure("Steps skipped", f"{lost:,}" if starts else NO_VALUE, share),
-        Figure("Bad samples", f"{len(named):,}", "; ".join(filter(None, (most_frequent, rows)))),
-        Figure("Switched off", f"{len(switched_off):,}", ", ".join(sorted(switched_off)) or "no kernels or backends"),
+        HeadlineFigure("Steps taken", f"{num_taken:,}" if starts else NO_VALUE, caveat),
+        HeadlineFigure("Steps skipped", f"{lost:,}" if starts else NO_VALUE, share),
+        HeadlineFigure("Bad samples", f"{len(named):,}", "; ".join(filter(None, (most_frequent, rows)))),
+        HeadlineFigure(
+            "Switched off", f"{len(switched_off):,}", ", ".join(sorted(switched_off)) or "no kernels or backends"
+        ),
     ]
 
 
-def _build_starts(events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]) -> list[Start]:
+def _build_all_guard_timelines(
+    events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]
+) -> list[GuardTimelines]:
     """Reports on the known guards, and an extra one for events that none of them has written."""
-    entries = [_build_start(entry, [e for e in events if e.get("guard") == entry["id"]]) for entry in starts]
+    entries = [_build_guard_timelines(entry, [e for e in events if e.get("guard") == entry["id"]]) for entry in starts]
     # guard.json may be missing or damaged while events.jsonl is complete.
     guard_ids = {str(entry["id"]) for entry in starts}
     unmatched_events = [entry for entry in events if str(entry.get("guard")) not in guard_ids]
     if unmatched_events:
-        entries.append(_build_start({}, unmatched_events))
+        entries.append(_build_guard_timelines({}, unmatched_events))
     return entries
 
 
-def _build_start(facts: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Start:
+def _build_guard_timelines(facts: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> GuardTimelines:
     event_steps = [_to_count(event.get("step")) for event in events]
     # The lane's right end. At least 1, because positions are divided by it.
     steps = max([_to_count(facts.get("taken")) + _to_count(facts.get("lost")), *event_steps, 1])
     # In order of first appearance.
     causes = dict.fromkeys(_describe_cause(event) for event in events)
-    lanes = [_build_lane(cause, [e for e in events if _describe_cause(e) == cause], steps) for cause in causes]
+    lanes = [
+        _build_timeline_lane(cause, [e for e in events if _describe_cause(e) == cause], steps) for cause in causes
+    ]
     # Events may exist without an entry in guard.json, if that file is missing or damaged.
     title = str(facts.get("started", "")) or "Events of a guard that is not in guard.json"
     if not facts:
-        return Start(title, [], steps, lanes)
+        return GuardTimelines(title, [], steps, lanes)
     ranks = _to_count(facts.get("ranks"))
     parts = [str(facts.get(name, "")) for name in ("script", "loop", "device")]
     if ranks > 1:
@@ -206,10 +214,10 @@ def _build_start(facts: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) 
         ("Versions", ", ".join(f"{k} {v}" for k, v in ensure_dict(facts.get("versions")).items())),
         ("Settings", format_value(ensure_dict(facts.get("settings")))),
     ]
-    return Start(title, [(name, text) for name, text in rows if text], steps, lanes)
+    return GuardTimelines(title, [(name, text) for name, text in rows if text], steps, lanes)
 
 
-def _build_lane(cause: str, events: Sequence[Mapping[str, Any]], steps: int) -> Lane:
+def _build_timeline_lane(cause: str, events: Sequence[Mapping[str, Any]], steps: int) -> TimelineLane:
     # Combine events at the same position in one mark: overlapping marks would show no more.
     # Events by position, an integer from 0 to the number of ticks.
     events_by_position: dict[int, list[Mapping[str, Any]]] = {}
@@ -222,8 +230,8 @@ def _build_lane(cause: str, events: Sequence[Mapping[str, Any]], steps: int) -> 
         stops = any(event.get("action") == "stop" for event in position_events)
         more = f" and {len(position_events) - 1} more" if len(position_events) > 1 else ""
         text = f"step {position_events[0].get('step')}: {position_events[0].get('action')}{more}"
-        ticks.append(LaneMark(100 * position / _NUM_TICKS, "reject" if stops else "warn", text))
-    return Lane(cause, len(events), ticks)
+        ticks.append(TimelineMark(100 * position / _NUM_TICKS, "reject" if stops else "warn", text))
+    return TimelineLane(cause, len(events), ticks)
 
 
 def _group_equal_events(events: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -242,7 +250,7 @@ def _build_row(group: Sequence[Mapping[str, Any]], folder: Path) -> Row:
     diagnosis, base_row = get_diagnosis(event), build_event_row(event, _ACTION_TEXTS)
     bundle = str(event.get("bundle", ""))
     # The file may be untrusted, so only a valid bundle path becomes a link.
-    is_there = _BUNDLE_PATH.fullmatch(bundle) and can_open_inside(folder, folder / bundle / "bundle.json")
+    is_there = _BUNDLE_PATH.fullmatch(bundle) and can_open_inside_folder(folder, folder / bundle / "bundle.json")
     return Row(
         step=base_row.step,
         repeats=f"and {len(group) - 1:,} more, to step {group[-1].get('step')}" if len(group) > 1 else "",
@@ -261,7 +269,7 @@ def _describe_cause(event: Mapping[str, Any]) -> str:
     cause = get_diagnosis(event).get("cause", "unknown")
     # Events that are only reported, such as spikes, have a kind but no cause.
     named = event.get("kind", cause) if cause == "unknown" else cause
-    return format_kind(str(named))
+    return format_event_kind(str(named))
 
 
 def _to_strings(value: Any) -> list[str]:

@@ -39,7 +39,7 @@ class PagePictures:
         return f"data:image/jpeg;base64,{text}"
 
 
-def clip_text(text: str) -> str:
+def truncate_text(text: str) -> str:
     return text if len(text) <= _MAX_TEXT_LENGTH else text[:_MAX_TEXT_LENGTH] + "…"
 
 
@@ -107,7 +107,7 @@ def _get_environment() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["clipped"] = clip_text
+    environment.filters["clipped"] = truncate_text
     environment.filters["local_time"] = lambda seconds: time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
     return environment
 

@@ -92,17 +92,17 @@ class AccessControl:
         keys, headers = self._keys, request.headers
         # With DNS rebinding, a request to another site's name arrives here with that name as its Host.
         if headers.get("host", "") not in keys.host_names:
-            return _refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server answers only to its own address")
+            return _make_error_response(HTTPStatus.MISDIRECTED_REQUEST, "this server answers only to its own address")
         is_write = request.method not in ("GET", "HEAD")
         # A page of another site can send requests here, although it cannot read the answer.
         if is_write and headers.get("origin", "") not in [f"http://{name}" for name in keys.host_names]:
-            return _refuse(HTTPStatus.FORBIDDEN, "only a page of this server can send this request")
+            return _make_error_response(HTTPStatus.FORBIDDEN, "only a page of this server can send this request")
         if _are_equal(request.cookies.get(keys.cookie_name, ""), keys.session):
             return None
         # Without a token left, the link was used.
         if not (keys.link_token and _are_equal(request.query_params.get("token", ""), keys.link_token)):
             message = "open the address that the command printed, once; for another browser, start the command again"
-            return _refuse(HTTPStatus.FORBIDDEN, message)
+            return _make_error_response(HTTPStatus.FORBIDDEN, message)
         keys.link_token = ""
         # One leading slash: two would name another host. A page and not a redirect, because browsers send a strict
         # cookie only with requests from a page of the same site.
@@ -128,13 +128,15 @@ def write_route(path: str, write: WriteFunction) -> Route:
             else:
                 values = parse_json(body)
         except ValueError as error:
-            return _refuse(HTTPStatus.BAD_REQUEST, f"the request body must be JSON or a form: {error}")
+            return _make_error_response(HTTPStatus.BAD_REQUEST, f"the request body must be JSON or a form: {error}")
         token = values.get("token") if isinstance(values, dict) else None
         if not isinstance(token, str):
-            return _refuse(HTTPStatus.BAD_REQUEST, "the request body must be an object with the page's token")
+            return _make_error_response(
+                HTTPStatus.BAD_REQUEST, "the request body must be an object with the page's token"
+            )
         if not _are_equal(token, get_page_token(request)):
             message = "this page belongs to an earlier start of the server; open the address that the command printed"
-            return _refuse(HTTPStatus.FORBIDDEN, message)
+            return _make_error_response(HTTPStatus.FORBIDDEN, message)
         # Writes wait for disks and locks.
         return await run_in_threadpool(write, request, values)
 
@@ -154,13 +156,13 @@ async def _read_body(request: Request) -> bytes | Response:
             body += part
             if len(body) > MAX_BODY_BYTES:
                 message = f"the request body can have at most {MAX_BODY_BYTES:,} bytes"
-                return _refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
+                return _make_error_response(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
     except ClientDisconnect:  # nobody reads the answer
-        return _refuse(HTTPStatus.REQUEST_TIMEOUT, "the request body is incomplete")
+        return _make_error_response(HTTPStatus.REQUEST_TIMEOUT, "the request body is incomplete")
     return body
 
 
-def _refuse(status: HTTPStatus, message: str) -> Response:
+def _make_error_response(status: HTTPStatus, message: str) -> Response:
     return PlainTextResponse(f"{message}\n", status)
 
 

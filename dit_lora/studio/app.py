@@ -12,7 +12,7 @@ from starlette.routing import BaseRoute
 
 from dit_lora.data.sources.caption_table import CaptionTable
 from dit_lora.errors import DitLoraError
-from dit_lora.report.captions.rules import TextRules
+from dit_lora.report.captions.rules import CaptionRules
 from dit_lora.report.pages import load_templates
 from dit_lora.report.run.live_page import LiveReportPage
 from dit_lora.studio.data_pages import DataPages
@@ -20,7 +20,7 @@ from dit_lora.studio.job_pages import JobPages
 from dit_lora.studio.jobs import JobQueue
 from dit_lora.studio.library import RunLibrary, compute_run_id
 from dit_lora.studio.new_run_pages import NewRunPages
-from dit_lora.studio.pages import ASSET_ROUTE, studio_page
+from dit_lora.studio.pages import ASSET_ROUTE, render_studio_page
 from dit_lora.studio.run_list import RunListPage
 from dit_lora.studio.run_pages import RunPages
 from dit_lora.studio.server import serve_until_interrupted
@@ -37,7 +37,7 @@ def build_app(routes: Sequence[BaseRoute]) -> Starlette:
     )
 
 
-def list_pages(library: RunLibrary, rules: TextRules | None = None) -> list[BaseRoute]:
+def list_pages(library: RunLibrary, rules: CaptionRules | None = None) -> list[BaseRoute]:
     """The routes of all pages; `rules` are those of captions where a page's address names no others."""
     queue = JobQueue()
     lists = (RunListPage(library), JobPages(queue), NewRunPages(library, queue), DataPages(library, queue, rules))
@@ -62,7 +62,7 @@ def serve_report(folder: Path, port: int, say: Callable[[str], None]) -> None:
     serve_until_interrupted(app, port, f"/runs/{compute_run_id(folder)}/", folder, say)
 
 
-def serve_captions(folder: Path, rules: TextRules, port: int, say: Callable[[str], None]) -> None:
+def serve_captions(folder: Path, rules: CaptionRules, port: int, say: Callable[[str], None]) -> None:
     """Serve the captions of a folder until Ctrl-C; `say` receives the link and the closing message."""
     # Raises for a folder without media, before a port is opened.
     CaptionTable.read(folder, allow_other_lists=True, skip_texts=True)
@@ -88,6 +88,6 @@ def _show_message(request: Request, status: int, message: str, headers: Mapping[
     """A page for a browser's window, and a line of text for a script."""
     if "text/html" not in request.headers.get("accept", ""):
         return PlainTextResponse(f"{message}\n".encode(errors="backslashreplace"), status, headers)
-    response = studio_page(request, "studio_message.html", status, message=message)
+    response = render_studio_page(request, "studio_message.html", status, message=message)
     response.headers.update(headers or {})
     return response

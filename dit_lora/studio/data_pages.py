@@ -19,11 +19,11 @@ from dit_lora.data.sources.caption_changes import CaptionChange
 from dit_lora.data.sources.caption_table import TABLE_NAME, make_work_folder
 from dit_lora.data.sources.made_captions import count_generated
 from dit_lora.errors import DitLoraError
-from dit_lora.files import open_inside
+from dit_lora.files import open_file_inside_folder
 from dit_lora.report.captions.edits import CaptionEdits, StaleCaptionError
 from dit_lora.report.captions.extra_files import RelatedFile, find_extra_files
 from dit_lora.report.captions.page import decode_address
-from dit_lora.report.captions.rules import TextRules, load_text_rules
+from dit_lora.report.captions.rules import CaptionRules, load_text_rules
 from dit_lora.report.captions.sheet import ContactSheet
 from dit_lora.report.captions.thumbnails import get_thumbnail
 from dit_lora.studio.access import json_response, write_route
@@ -34,7 +34,7 @@ from dit_lora.studio.pages import (
     format_path,
     parse_page_number,
     parse_whole_number,
-    studio_page,
+    render_studio_page,
 )
 
 _MAX_EDITS = 8  # folders, each with its recipe and trigger word, whose tables are held in memory
@@ -65,12 +65,12 @@ register_url_convertor("any_path", _AnyPathConvertor())
 class DataPages:
     """The routes of the data sets below the studio's folders."""
 
-    def __init__(self, library: RunLibrary, queue: JobQueue, rules: TextRules | None = None) -> None:
+    def __init__(self, library: RunLibrary, queue: JobQueue, rules: CaptionRules | None = None) -> None:
         self._library, self._queue = library, queue
-        self._default_rules = rules or TextRules()
+        self._default_rules = rules or CaptionRules()
         self._edits: dict[tuple[str, ...], CaptionEdits] = {}
         self._loader = ThreadPoolExecutor(1, "text-rules")
-        self._rules: dict[str, Future[TextRules]] = {}
+        self._rules: dict[str, Future[CaptionRules]] = {}
         """The rules of recipes by the id of their run. They load in a thread, because tokenizers take seconds."""
 
     def list_routes(self) -> list[BaseRoute]:
@@ -89,8 +89,10 @@ class DataPages:
         ]
 
     def list_folders(self, request: Request) -> Response:
-        folders = {data_id: self._library.get_name(folder) for data_id, folder in self._library.list_data().items()}
-        return studio_page(request, "studio_data.html", folders=folders, roots=self._library.roots)
+        folders = {
+            data_id: self._library.get_name(folder) for data_id, folder in self._library.list_data_folders().items()
+        }
+        return render_studio_page(request, "studio_data.html", folders=folders, roots=self._library.roots)
 
     def show_sheet(self, request: Request) -> Response:
         page = f"/data/{request.path_params['data_id']}/"
@@ -100,7 +102,7 @@ class DataPages:
         edits, note = self._get_edits(request, query)
         sheet = edits.build_sheet(SampleFilter.from_values(query), parse_page_number(request))
         extra_files, hidden_folders = self._find_extra_files(query, edits.root, sheet)
-        return studio_page(
+        return render_studio_page(
             request,
             "studio_sheet.html",
             sheet=sheet,
@@ -130,7 +132,7 @@ class DataPages:
         query, change = _read_query(values), _read_change(values)
         edits, _ = self._get_edits(request, query)
         preview = edits.preview(change, SampleFilter.from_values(query))
-        return studio_page(
+        return render_studio_page(
             request,
             "studio_change.html",
             409 if is_stale else 200,
@@ -190,7 +192,7 @@ class DataPages:
         if content_type is None:
             raise HTTPException(404, "browsers do not show files of this type")
         root = self._library.get_data_folder(request.path_params["data_id"]).resolve()
-        return OpenedFileResponse(open_inside(root, file), content_type)
+        return OpenedFileResponse(open_file_inside_folder(root, file), content_type)
 
     def send_thumbnail(self, request: Request) -> Response:
         file = self._find_media(request, "thumbnail/")
@@ -213,7 +215,7 @@ class DataPages:
         # A named pipe or a device cannot be opened this way either.
         try:
             target = file.resolve()
-            open_inside(root, target).close()
+            open_file_inside_folder(root, target).close()
         except (OSError, ValueError) as error:
             raise HTTPException(404, "this file does not exist, or is a link to another folder") from error
         return target
@@ -224,11 +226,13 @@ class DataPages:
         """Masks and references in folders of their own, of the files on a page, where a recipe is chosen."""
         if not query.get("recipe"):
             return {}, []
-        pages = {folder.resolve(): f"/data/{data_id}/" for data_id, folder in self._library.list_data().items()}
+        pages = {
+            folder.resolve(): f"/data/{data_id}/" for data_id, folder in self._library.list_data_folders().items()
+        }
         names = [card.name for card in sheet.cards]
         # Without masks where the recipe cannot be read, as the page's note says.
         with suppress(DitLoraError):
-            return find_extra_files(self._library.get_folder(query["recipe"]) / "config.yaml", root, names, pages)
+            return find_extra_files(self._library.get_run_folder(query["recipe"]) / "config.yaml", root, names, pages)
         return {}, []
 
     def _get_edits(self, request: Request, query: Mapping[str, str]) -> tuple[CaptionEdits, str]:
@@ -241,11 +245,11 @@ class DataPages:
         recipe, word = query.get("recipe", ""), query.get("word", "")
         rules, note = self._default_rules, ""
         if recipe:
-            config = self._library.get_folder(recipe) / "config.yaml"
+            config = self._library.get_run_folder(recipe) / "config.yaml"
             # Once for each run: a tokenizer does not change while the studio runs.
             if recipe not in self._rules:
                 self._rules[recipe] = self._loader.submit(load_text_rules, config, None)
-            future, rules = self._rules[recipe], TextRules()
+            future, rules = self._rules[recipe], CaptionRules()
             if not future.done():
                 note = "The tokenizer is being loaded; words are counted until then. Load the page again."
             elif (error := future.exception()) is not None:
@@ -256,7 +260,7 @@ class DataPages:
         # Large tables take seconds to read, so the latest ones are kept.
         edits = self._edits.pop(key, None)
         if edits is None:
-            edits = CaptionEdits(folder, TextRules(rules.tokenizer, rules.max_tokens, word or rules.trigger))
+            edits = CaptionEdits(folder, CaptionRules(rules.tokenizer, rules.max_tokens, word or rules.trigger))
         # The latest is the last.
         self._edits[key] = edits
         for old_key in list(self._edits)[:-_MAX_EDITS]:

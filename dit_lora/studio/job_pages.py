@@ -9,10 +9,10 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from dit_lora.environment.command_job import CommandJob
-from dit_lora.files import can_open_inside
+from dit_lora.files import can_open_inside_folder
 from dit_lora.studio.access import write_route
 from dit_lora.studio.jobs import JobQueue
-from dit_lora.studio.pages import studio_page
+from dit_lora.studio.pages import render_studio_page
 
 JOBS_PAGE = "/jobs"
 RESULT_PATTERN = re.compile(r"studio/[\d_-]+/[\w.,=-]{1,200}\.(mp4|png)")
@@ -29,8 +29,8 @@ class JobPages:
         return [Route(JOBS_PAGE, self.show), write_route(f"{JOBS_PAGE}/stop", self.stop)]
 
     def show(self, request: Request) -> Response:
-        jobs = [(job, list_results(job)) for job in self._queue.list_jobs()]
-        return studio_page(request, "studio_jobs.html", jobs=jobs)
+        jobs = [(job, list_written_samples(job)) for job in self._queue.list_jobs()]
+        return render_studio_page(request, "studio_jobs.html", jobs=jobs)
 
     def stop(self, request: Request, values: Mapping[str, Any]) -> Response:
         self._queue.stop(str(values.get("job")))
@@ -39,11 +39,11 @@ class JobPages:
         return RedirectResponse(back if re.fullmatch(r"/data/[0-9a-f]{16}/", back) else JOBS_PAGE, 303)
 
 
-def list_results(job: CommandJob) -> list[str]:
+def list_written_samples(job: CommandJob) -> list[str]:
     """Paths of the samples that a command has written, below the folder of its run."""
     if job.results is None:
         return []
     # `glob` yields nothing while the folder does not exist.
     folder, paths = job.results.parents[1], sorted(job.results.glob("*.*"))
-    names = [path.relative_to(folder).as_posix() for path in paths if can_open_inside(folder, path)]
+    names = [path.relative_to(folder).as_posix() for path in paths if can_open_inside_folder(folder, path)]
     return [name for name in names if RESULT_PATTERN.fullmatch(name)]

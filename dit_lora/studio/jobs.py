@@ -73,9 +73,9 @@ class JobQueue:
 
     def _start_workers(self) -> None:
         for gpu in self._find_gpus() or [""]:
-            Thread(target=self._run_waiting, args=(gpu,), daemon=True).start()
+            Thread(target=self._run_waiting_jobs, args=(gpu,), daemon=True).start()
 
-    def _run_waiting(self, gpu: str) -> None:
+    def _run_waiting_jobs(self, gpu: str) -> None:
         while True:
             self._run(self._waiting.get(), gpu)
 

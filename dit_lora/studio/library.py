@@ -22,11 +22,11 @@ class RunLibrary:
         """The run folders by id, as they are now. Links are not followed."""
         return self._list_folders(is_run=True)
 
-    def list_data(self) -> dict[str, Path]:
+    def list_data_folders(self) -> dict[str, Path]:
         """The folders by id that hold a table of captions, clips, pictures or tar files, and are no part of a run."""
         return self._list_folders(is_run=False)
 
-    def get_folder(self, run_id: str) -> Path:
+    def get_run_folder(self, run_id: str) -> Path:
         """The folder of a run. Raises `HTTPException` if there is none of this id."""
         return self._get_folder(run_id, is_run=True)
 

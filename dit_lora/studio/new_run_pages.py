@@ -18,7 +18,7 @@ from starlette.routing import BaseRoute, Route
 
 from dit_lora.config.catalog import PackagedRecipe, find_recipe, list_recipe_names
 from dit_lora.config.load import load_recipe
-from dit_lora.config.recipe_form import list_fields, list_overrides
+from dit_lora.config.recipe_form import list_form_fields, list_overrides
 from dit_lora.environment.command_job import CommandJob
 from dit_lora.errors import DitLoraError
 from dit_lora.report.machine import build_memory_bar, list_machine_problems
@@ -27,7 +27,7 @@ from dit_lora.studio.access import write_route
 from dit_lora.studio.job_pages import JOBS_PAGE
 from dit_lora.studio.jobs import JobQueue
 from dit_lora.studio.library import RunLibrary, compute_run_id
-from dit_lora.studio.pages import format_path, studio_page
+from dit_lora.studio.pages import format_path, render_studio_page
 
 _NEW_PAGE = "/new"
 _NAME_PATTERN = re.compile(r"\w[\w.-]{0,99}")
@@ -60,27 +60,27 @@ class NewRunPages:
         return [
             Route(_NEW_PAGE, self.show),
             write_route(_NEW_PAGE, self.start),
-            write_route(f"{_NEW_PAGE}/examples", self.make_examples),
+            write_route(f"{_NEW_PAGE}/examples", self.make_example_data),
         ]
 
     def show(self, request: Request) -> Response:
         source = request.query_params.get("from", "")
         if not source:
             runs = {run_id: self._library.get_name(folder) for run_id, folder in self._library.list_runs().items()}
-            return studio_page(request, "studio_new.html", source="", recipes=list_recipe_names(), runs=runs)
-        base = self._read_base(source)
+            return render_studio_page(request, "studio_new.html", source="", recipes=list_recipe_names(), runs=runs)
+        base = self._read_base_recipe(source)
         self._contents[base.version] = base.content
         plan_id = request.query_params.get("plan", "")
         # What was typed before its memory was planned.
         typed = self._planned_values.get(plan_id, {})
-        fields = [replace(field, text=typed.get(field.key, field.text)) for field in list_fields(base.path)]
+        fields = [replace(field, text=typed.get(field.key, field.text)) for field in list_form_fields(base.path)]
         # Commands end while the page is made. It asks again if they had not ended here, before their results are read.
         plan = {job.job_id: job for job in self._queue.list_jobs()}.get(plan_id)
         example_jobs = self._list_example_jobs(source)
         # The machine is checked once.
         self._doctor = self._doctor or self._queue.add(["doctor", "--json"], "", needs_gpu=False)
         doctor = replace(self._doctor)
-        return studio_page(
+        return render_studio_page(
             request,
             "studio_new.html",
             source=source,
@@ -90,16 +90,16 @@ class NewRunPages:
             recipe=str(base.path),
             typed={name: typed.get(name, "") for name in ("root", "name", "overrides", "gpu")},
             plan=plan,
-            bar=build_memory_bar(answer) if plan and (answer := plan.read_answer()) else None,
+            bar=build_memory_bar(answer) if plan and (answer := plan.read_json_output()) else None,
             doctor=doctor,
-            problems=list_machine_problems(doctor.read_answer() or {}),
+            problems=list_machine_problems(doctor.read_json_output() or {}),
             examples=[shlex.join(["dit-lora", *arguments]) for arguments in self._list_missing_examples(source)],
             # Finished commands have made their folders.
             example_jobs=[job for job in example_jobs if job.state != "done"],
             folder=Path.cwd(),
         )
 
-    def make_examples(self, request: Request, values: Mapping[str, Any]) -> Response:
+    def make_example_data(self, request: Request, values: Mapping[str, Any]) -> Response:
         source = str(values.get("from", ""))
         page = _get_form_page(source)
         for arguments in self._list_missing_examples(source):
@@ -108,13 +108,13 @@ class NewRunPages:
 
     def start(self, request: Request, values: Mapping[str, Any]) -> Response:
         source = str(values.get("from", ""))
-        base = self._read_base(source)
+        base = self._read_base_recipe(source)
         if values.get("version") != base.version:
             seen = self._contents.get(str(values.get("version")), "").splitlines()
             changes = difflib.unified_diff(seen, base.content.splitlines(), "as the page saw it", "now", lineterm="")
             message = "the recipe has changed since the page was loaded; load the page again"
             raise HTTPException(409, "\n".join([message, *changes]))
-        overrides, recipe = list_overrides(list_fields(base.path), values), format_path(base.path)
+        overrides, recipe = list_overrides(list_form_fields(base.path), values), format_path(base.path)
         if values.get("action") == "plan":
             # Wrong values are answered here and not by a command that fails.
             load_recipe(base.path, overrides)
@@ -147,12 +147,12 @@ class NewRunPages:
     def _list_example_jobs(self, source: str) -> list[CommandJob]:
         return [job for job in self._queue.list_jobs() if job.page == _get_form_page(source)]
 
-    def _read_base(self, source: str) -> BaseRecipe:
+    def _read_base_recipe(self, source: str) -> BaseRecipe:
         """The shipped recipe, or the recipe of the run, that an address names."""
         if source in list_recipe_names():
             path = find_recipe(source)
             return BaseRecipe(path, path.read_text(encoding="utf-8"))
-        folder = self._library.get_folder(source)
+        folder = self._library.get_run_folder(source)
         return BaseRecipe(folder / "config.yaml", read_recipe_text(folder))
 
     def _choose_run_dir(self, values: Mapping[str, Any]) -> Path:

@@ -24,7 +24,7 @@ _ASSETS = {
 """For each asset, the files of the report package that it consists of, and its type."""
 
 
-def studio_page(request: Request, template: str, status: int = 200, **values: Any) -> Response:
+def render_studio_page(request: Request, template: str, status: int = 200, **values: Any) -> Response:
     """Render one of the studio's pages. Nothing on it is redacted: it is shown to its owner only."""
     page = render_page(template, redact=False, token=get_page_token(request), **values)
     return HTMLResponse(page.encode(errors="backslashreplace"), status)

@@ -11,7 +11,7 @@ from dit_lora.report.run.compare import (
     find_step_folders,
     list_curves,
     list_differences,
-    list_figures,
+    list_headline_figures,
     list_prompts,
     overlay_curves,
 )
@@ -19,7 +19,7 @@ from dit_lora.report.run.files import RunReader
 from dit_lora.report.run.overview import get_last_write_time, read_overview
 from dit_lora.report.run.words import STATE_TEXTS
 from dit_lora.studio.library import RunLibrary
-from dit_lora.studio.pages import parse_page_number, studio_page
+from dit_lora.studio.pages import parse_page_number, render_studio_page
 
 ROWS_PER_PAGE = 200
 _MIN_RUNS, _MAX_RUNS = 2, 4  # to compare
@@ -41,7 +41,7 @@ class RunListPage:
         num_pages = max(1, -(-len(run_ids) // ROWS_PER_PAGE))
         number = min(max(1, parse_page_number(request)), num_pages)
         page_runs = [(run_id, folders[run_id]) for run_id in run_ids[(number - 1) * ROWS_PER_PAGE :][:ROWS_PER_PAGE]]
-        return studio_page(
+        return render_studio_page(
             request,
             "studio_runs.html",
             rows=[read_overview(run_id, folder, self._library.get_name(folder)) for run_id, folder in page_runs],
@@ -56,7 +56,7 @@ class RunListPage:
         if not _MIN_RUNS <= len(run_ids) <= _MAX_RUNS:
             message = f"choose {_MIN_RUNS} to {_MAX_RUNS} runs, not {len(run_ids)}; go back to the list of runs"
             raise HTTPException(400, message)
-        folders = [self._library.get_folder(run_id) for run_id in run_ids]
+        folders = [self._library.get_run_folder(run_id) for run_id in run_ids]
         runs = [RunReader(folder).read() for folder in folders]
         step_samples = [find_step_folders(folder) for folder in folders]
         steps = sorted(set().union(*step_samples))
@@ -64,13 +64,13 @@ class RunListPage:
         chosen = request.query_params.get("step", "")
         step = next((step for step in steps if str(step) == chosen), choose_step(step_samples))
         run_steps = [] if step is None else find_nearest_steps(step_samples, step)
-        return studio_page(
+        return render_studio_page(
             request,
             "studio_compare.html",
             run_ids=run_ids,
             names=[self._library.get_name(folder) for folder in folders],
             states=[STATE_TEXTS[run.state] for run in runs],
-            figures=list_figures(runs),
+            figures=list_headline_figures(runs),
             charts=[chart for chart in charts if any(chart.lines)],
             differences=list_differences(runs),
             steps=steps,

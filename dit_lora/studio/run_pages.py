@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from dit_lora.files import open_inside
+from dit_lora.files import open_file_inside_folder
 from dit_lora.report.run.live_page import LiveReportPage
 from dit_lora.report.run.samples import CONTENT_TYPES
 from dit_lora.studio.access import json_response
@@ -40,7 +40,7 @@ class RunPages:
 
     def get_live_page(self, run_id: str) -> LiveReportPage:
         """The live report of a run. Raises `HTTPException` if there is none of this id."""
-        folder = self._library.get_folder(run_id)
+        folder = self._library.get_run_folder(run_id)
         # One reader for each run, which reads only new lines.
         return self._pages.setdefault(run_id, LiveReportPage(folder))
 
@@ -54,11 +54,11 @@ class RunPages:
 
     def send_sample(self, request: Request) -> Response:
         # Neither pattern allows dots between slashes.
-        folder, path = self._library.get_folder(request.path_params["run_id"]), request.path_params["path"]
+        folder, path = self._library.get_run_folder(request.path_params["run_id"]), request.path_params["path"]
         if not (_SAMPLE_PATTERN.fullmatch(path) or RESULT_PATTERN.fullmatch(path)):
             raise HTTPException(404)
         try:
-            file = open_inside(folder, folder / path)
+            file = open_file_inside_folder(folder, folder / path)
         except OSError as error:
             raise HTTPException(404, "this file does not exist") from error
         return OpenedFileResponse(file, CONTENT_TYPES[Path(path).suffix])

@@ -39,7 +39,7 @@ class StudioServer:
         self.url = self.keys.get_link(page)
         config = uvicorn.Config(
             AccessControl(app, self.keys),
-            http=_LimitedProtocol,
+            http=_TimeLimitedProtocol,
             loop="asyncio",
             ws="none",
             lifespan="off",
@@ -75,7 +75,7 @@ def serve_until_interrupted(
         say("stopped")
 
 
-class _LimitedProtocol(H11Protocol):
+class _TimeLimitedProtocol(H11Protocol):
     """HTTP connection that is closed if a request is not complete in time. Uvicorn would wait for ever."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -89,11 +89,15 @@ class _LimitedProtocol(H11Protocol):
         self._deadline = self.loop.call_later(REQUEST_SECONDS, self._end_slow_request)
         # Every user of this machine can open connections: the oldest that wait for their client make room.
         if len(self.connections) > _MAX_CONNECTIONS:
-            waiting = [item for item in self.connections if isinstance(item, _LimitedProtocol) and item._is_waiting()]
+            waiting = [
+                item
+                for item in self.connections
+                if isinstance(item, _TimeLimitedProtocol) and item._is_waiting_for_client()
+            ]
             for connection in sorted(waiting, key=lambda item: item._begin)[: _MAX_CONNECTIONS // 2]:
                 connection._end_slow_request()
 
-    def _is_waiting(self) -> bool:
+    def _is_waiting_for_client(self) -> bool:
         """True if the client must send a request or the rest of one, or read an answer."""
         is_idle = self.cycle is None or self.cycle.response_complete
         return (is_idle or bool(self._deadline) or self.flow.write_paused) and not self.transport.is_closing()

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from dit_lora.adapters.marked_save import mark_step, read_marked_step
-from dit_lora.adapters.strengths import parse_strengths
+from dit_lora.adapters.marked_save import mark_step_as_best, read_best_marked_step
+from dit_lora.adapters.strengths import parse_comma_separated_numbers
 from dit_lora.config.experts import EXPERT_NAMES
 from dit_lora.config.lora import PEFT_ONLY_KINDS
 from dit_lora.errors import DitLoraError
@@ -27,7 +27,7 @@ from dit_lora.studio.access import write_route
 from dit_lora.studio.job_pages import JOBS_PAGE
 from dit_lora.studio.jobs import JobQueue
 from dit_lora.studio.library import RunLibrary
-from dit_lora.studio.pages import format_path, parse_whole_number, studio_page
+from dit_lora.studio.pages import format_path, parse_whole_number, render_studio_page
 
 _MAX_PROMPT_LENGTH = 10_000
 _MAX_STRENGTHS = 16
@@ -51,23 +51,23 @@ class WorkPages:
 
     def show(self, request: Request) -> Response:
         run_id = request.path_params["run_id"]
-        folder = self._library.get_folder(run_id)
+        folder = self._library.get_run_folder(run_id)
         run = RunReader(folder).read()
         saves = list_saved_adapters(run)
         validation = ensure_dict(run.config.get("validation"))
         prompts = get_sample_prompts(validation)
-        return studio_page(
+        return render_studio_page(
             request,
             "studio_work.html",
             run_id=run_id,
             name=self._library.get_name(folder),
             state=STATE_TEXTS[run.state],
             saves=saves,
-            choices=[_build_choice(folder, save) for save in reversed(saves)],
+            choices=[_build_save_choice(folder, save) for save in reversed(saves)],
             prompt=prompts[0] if prompts else "",
             inference_steps=validation.get("inference_steps", 50),
             can_sample=_can_sample(run),
-            marked=read_marked_step(folder),
+            marked=read_best_marked_step(folder),
             formats=_list_formats(run),
             can_continue=run.state not in ("running", "finished") and bool(find_checkpoint_steps(folder)),
             version=_get_run_version(run),
@@ -75,19 +75,19 @@ class WorkPages:
 
     def sample(self, request: Request, values: Mapping[str, Any]) -> Response:
         run_id = request.path_params["run_id"]
-        folder = self._library.get_folder(run_id)
+        folder = self._library.get_run_folder(run_id)
         prompt = str(values.get("prompt", "")).strip()
         if not prompt or len(prompt) > _MAX_PROMPT_LENGTH or "\0" in prompt:
             raise DitLoraError(f"the prompt must have 1 to {_MAX_PROMPT_LENGTH:,} characters")
         # The command checks all of this again; here a mistake is shown in the form's answer.
         seed = parse_whole_number(values, "seed", 0, 2**63 - 1)
         num_steps = parse_whole_number(values, "inference_steps", 1, 1000)
-        strengths = parse_strengths(str(values.get("strengths", "")), max_numbers=_MAX_STRENGTHS)
+        strengths = parse_comma_separated_numbers(str(values.get("strengths", "")), max_numbers=_MAX_STRENGTHS)
         results = folder / "studio" / time.strftime("%Y%m%d-%H%M%S")
         arguments = [
             # Absolute or relative, as the studio was given its folder.
             "sample",
-            format_path(_check_save(folder, values)),
+            format_path(_find_chosen_save(folder, values)),
             # In one word, so that a prompt that starts with a dash is no option.
             f"--prompt={prompt}",
             f"--strengths={','.join(f'{strength:g}' for strength in strengths)}",
@@ -102,11 +102,11 @@ class WorkPages:
 
     def export(self, request: Request, values: Mapping[str, Any]) -> Response:
         run_id = request.path_params["run_id"]
-        folder = self._library.get_folder(run_id)
+        folder = self._library.get_run_folder(run_id)
         form = values.get("form")
         if form not in _list_formats(RunReader(folder).read()):
             raise DitLoraError("this run cannot be exported in this format; choose another")
-        save = _check_save(folder, values)
+        save = _find_chosen_save(folder, values)
         # The command refuses an existing folder too, but only after its imports.
         output = folder / "exports" / f"{save.name}_{form}"
         if output.exists() or any(path.is_symlink() for path in (output, output.parent)):
@@ -117,20 +117,22 @@ class WorkPages:
 
     def mark_best(self, request: Request, values: Mapping[str, Any]) -> Response:
         run_id = request.path_params["run_id"]
-        folder = self._library.get_folder(run_id)
+        folder = self._library.get_run_folder(run_id)
         # Two pages could mark different saves: the later one must have seen the earlier mark.
-        marked = read_marked_step(folder)
+        marked = read_best_marked_step(folder)
         if values.get("marked") != str(marked):
             message = f"another save has been marked since the page was loaded: step {marked}"
             raise HTTPException(409, f"{message}; load the page again")
         is_removal = values.get("action") == "remove"
         # "step_000020" of the save that the page showed.
-        mark_step(folder, None if is_removal else int(_check_save(folder, values).name.rpartition("_")[2]))
+        mark_step_as_best(
+            folder, None if is_removal else int(_find_chosen_save(folder, values).name.rpartition("_")[2])
+        )
         return RedirectResponse(f"/runs/{run_id}/work", 303)
 
     def continue_training(self, request: Request, values: Mapping[str, Any]) -> Response:
         run_id = request.path_params["run_id"]
-        folder = self._library.get_folder(run_id)
+        folder = self._library.get_run_folder(run_id)
         version = _get_run_version(RunReader(folder).read())
         if values.get("version") != version:
             message = f"the run has changed: it was {values.get('version')}, and is {version}"
@@ -154,7 +156,7 @@ def _list_formats(run: RunFiles) -> list[str]:
     return ["peft"] if is_peft_only else ["diffusers", "comfyui", "kohya", "peft"]
 
 
-def _build_choice(folder: Path, save: SavedAdapter) -> tuple[str, str]:
+def _build_save_choice(folder: Path, save: SavedAdapter) -> tuple[str, str]:
     """Value and label of a save in a form: the value is its step, and the version that the page shows."""
     label = f"step {save.step:,}" + (f", eval loss {save.eval_loss:.4g}" if save.eval_loss is not None else "")
     label += ", marked as best" if save.is_marked else ""
@@ -174,7 +176,7 @@ def _get_save_version(save: Path) -> str:
     return f"{time.strftime('%Y-%m-%d_%H:%M:%S', time.gmtime(written // 10**9))}.{written % 10**9}"
 
 
-def _check_save(folder: Path, values: Mapping[str, Any]) -> Path:
+def _find_chosen_save(folder: Path, values: Mapping[str, Any]) -> Path:
     """The folder of the save that was chosen. Raises if it is not the one that the page showed."""
     match = re.fullmatch(r"(\d{1,12})@(\S{1,60})", str(values.get("save", "")))
     if match is None:

@@ -28,7 +28,7 @@ from dit_lora.numerics.dtensors import get_local_tensor
 from dit_lora.numerics.ranks import broadcast_object, gather_object, is_true_on_all_ranks
 from dit_lora.numerics.tolerances import END_OF_RUN_FACTOR, KERNEL_TOLERANCE
 from dit_lora.training.choose_checkpointing import choose_checkpointing
-from dit_lora.training.execution.base_alone import has_only_idle_adapters
+from dit_lora.training.execution.base_alone import has_only_untrained_adapters
 from dit_lora.training.session.session import Session, raise_on_all_ranks
 from dit_lora.training.task import AnySetup
 from dit_lora.verify.checks import format_percent
@@ -87,7 +87,7 @@ def record_base_fingerprint(
     if has_finished:
         return BaseFingerprint(first_record)
     # Collective, and before a checkpoint is loaded: a resumed adapter has an effect already.
-    base = BaseFingerprint(None, loaded, has_idle_adapter=has_only_idle_adapters(model))
+    base = BaseFingerprint(None, loaded, has_idle_adapter=has_only_untrained_adapters(model))
     # Every rank computes it: a rank with a damaged file is found here, before it spoils the others' gradients.
     today = _compute_base_output(setup, base, first_record["inputs"] if first_record else make_synthetic_inputs(setup))
     # Every rank compares with the main process's record, and all raise if one of them differs.
@@ -120,7 +120,7 @@ def write_base_fingerprint(session: Session, fingerprint: BaseFingerprint, start
         write_json(session.dir / BASE_OUTPUT, fingerprint.record)
 
 
-def find_base_fault(setup: AnySetup, fingerprint: BaseFingerprint) -> str | None:
+def find_changed_base_output(setup: AnySetup, fingerprint: BaseFingerprint) -> str | None:
     """Message if the base model's output differs from its record at the end of the run; None if they match.
 
     Collective.
@@ -158,7 +158,7 @@ def find_base_fault(setup: AnySetup, fingerprint: BaseFingerprint) -> str | None
     if backend is not None:
         return f"{message}; with {backend} off it is unchanged: that attention backend became faulty during the run"
     # Only the main process builds an unpatched model, so the test works only if its rank is the worst one.
-    if worst == 0 and _has_intact_weights(setup, fingerprint, limit):
+    if worst == 0 and _has_unchanged_base_weights(setup, fingerprint, limit):
         cause = (
             "the stock model with the same weights is unchanged: a hook or another forward changes the run's output"
         )
@@ -170,7 +170,7 @@ def find_base_fault(setup: AnySetup, fingerprint: BaseFingerprint) -> str | None
     )
 
 
-def find_kernel_fault(
+def find_wrong_kernels(
     setup: AnySetup, fingerprint: BaseFingerprint, reference_output: Mapping[str, Any]
 ) -> str | None:
     """Message naming the kernels that change the trained model's output at the end of the run; None if none does.
@@ -188,7 +188,7 @@ def find_kernel_fault(
     if not differing_kernels:
         return None
     kernel_names = ", ".join(f"{kernel.name} ({_format_distance(d)})" for kernel, d in differing_kernels.items())
-    off_settings = " ".join(_format_off_setting(switch) for switch in differing_kernels)
+    off_settings = " ".join(_format_disable_setting(switch) for switch in differing_kernels)
     return (
         f"kernels went wrong in the run: with them the model's output is not what its own code makes of the same "
         f"weights: {kernel_names}, and {format_percent(fingerprint.kernel_distance)} at the start. From some step on "
@@ -236,7 +236,7 @@ def switch_off_faulty_kernels(setup: AnySetup, fingerprint: BaseFingerprint, dis
     if events:
         # Without the kernel, more is kept for backward.
         choose_checkpointing(setup)
-        # Measured again without these kernels: `find_kernel_fault` compares with this distance at the end.
+        # Measured again without these kernels: `find_wrong_kernels` compares with this distance at the end.
         _, fingerprint.kernel_distance = _find_differing_kernels(setup, inputs, KERNEL_TOLERANCE, expected=expected)
     return events
 
@@ -339,7 +339,7 @@ def _find_faulty_backend(setup: AnySetup, fingerprint: BaseFingerprint, limit: f
 
 
 @torch.no_grad()
-def _has_intact_weights(setup: AnySetup, fingerprint: BaseFingerprint, limit: float) -> bool:
+def _has_unchanged_base_weights(setup: AnySetup, fingerprint: BaseFingerprint, limit: float) -> bool:
     """True if an unpatched model with this run's weights gives the first output.
 
     Computed on the main process only; False elsewhere.
@@ -424,7 +424,7 @@ def _format_distance(value: float) -> str:
     return format_percent(value) if math.isfinite(value) else "not finite"
 
 
-def _format_off_setting(fallback: Fallback) -> str:
+def _format_disable_setting(fallback: Fallback) -> str:
     """Name of the recipe setting that switches this kernel off."""
     if fallback.cause == "attention_backend":
         return "kernels.attention=auto"

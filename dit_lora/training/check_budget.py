@@ -97,7 +97,7 @@ def estimate_gradient_evaluations(dtype: torch.dtype) -> int:
     return 22 if dtype in (torch.float32, torch.float64) else 80
 
 
-def count_paying_steps(num_evaluations: int) -> int:
+def count_steps_to_cover_check(num_evaluations: int) -> int:
     """Number of steps that pay for a gradient check: their `GRADIENT_CHECK_SHARE` is as long as the check."""
     # An evaluation has a forward pass of all samples of a step.
     num_forwards = num_evaluations * _FORWARDS_PER_EVALUATION

@@ -1,6 +1,6 @@
 """Saves a run's state to checkpoints in a background thread, and restores it at the start.
 
-To change what a checkpoint saves, start at `collect_state` and `restore_state`, then at the field of `SavedState` and
+To change what a checkpoint saves, start at `gather_training_state` and `load_training_state`, then at the field of `SavedState` and
 its file in checkpoints/files.py. Each part comes from one to three more files of dit_lora/training:
 
     weights, optimizer   distributed/engine.py for all engines but ZeRO's (distributed/zero.py); names: optim/state.py
@@ -51,7 +51,7 @@ from dit_lora.training.task import AnySetup
 BEST_FILE = "best.json"
 
 
-def collect_state(engine: Engine, ema: TrainedEMA | None = None) -> SavedState:
+def gather_training_state(engine: Engine, ema: TrainedEMA | None = None) -> SavedState:
     """Gather everything that training changes, unsharded. Only the main process is sure to get values. Collective."""
     # Empty without an EMA: gathering nothing is no collective.
     averages = ema.named_averages() if ema else {}
@@ -63,7 +63,7 @@ def collect_state(engine: Engine, ema: TrainedEMA | None = None) -> SavedState:
     )
 
 
-def restore_state(loaded: LoadedCheckpoint, engine: Engine, ema: TrainedEMA | None = None) -> None:
+def load_training_state(loaded: LoadedCheckpoint, engine: Engine, ema: TrainedEMA | None = None) -> None:
     """Load weights, optimizer state and averages into `engine`, bit for bit; each rank loads its part."""
     stored, averages = loaded.state, ema.named_averages() if ema else {}
     # Compared before anything is filled: a model half restored would be neither the old nor the new.
@@ -94,7 +94,7 @@ def resume(
     launch_topology = describe_launch_topology(session)
     # Every rank reads the file: its part of a whole tensor is a slice, and nothing is sent.
     loaded = load_checkpoint(path, trajectory_config, launch_topology)
-    restore_state(loaded, setup.engine, ema)
+    load_training_state(loaded, setup.engine, ema)
     session.say(f"resumed at step {loaded.step} from {path}")
     uses_dropout = has_dropout(setup.transformer)
     differs = describe_topology_change(loaded.launch_topology, launch_topology, uses_dropout=uses_dropout)
@@ -114,7 +114,7 @@ def resume(
 
 
 @dataclass(frozen=True)
-class Checkpoints:
+class CheckpointManager:
     """The checkpoints of one run. The main process writes them one at a time in a background thread."""
 
     setup: AnySetup
@@ -130,7 +130,7 @@ class Checkpoints:
         """
         self.wait_for_writes()
         session, train = self.setup.session, self.setup.recipe.train
-        state = collect_state(self.setup.engine, self.ema)
+        state = gather_training_state(self.setup.engine, self.ema)
         if session.is_main:
             launch_topology = describe_launch_topology(session)
             write_adapter = self._build_adapter_writer(step)
@@ -142,7 +142,7 @@ class Checkpoints:
                     copy,
                     self.trajectory_config,
                     keep=train.keep,
-                    best_steps=[entry["step"] for entry in self._find_best()],
+                    best_steps=[entry["step"] for entry in self._find_best_checkpoint()],
                     keep_adapters=train.keep_adapters,
                     guard_state=guard_state,
                     launch_topology=launch_topology,
@@ -169,17 +169,17 @@ class Checkpoints:
         def write_adapter(folder: Path, weights: Tensors) -> None:
             write = partial(setup.task.write_adapter, setup, folder, metadata, weights)
             # The state is complete and finite, and is saved without the adapter, for example in a warm-up from 0.
-            if not setup.session.optional_work.attempt_on_this_rank("adapter", step, write):
+            if not setup.session.optional_work.run_optional_local_work("adapter", step, write):
                 shutil.rmtree(folder / ".staged", ignore_errors=True)
 
         return write_adapter
 
-    def update_best(self, step: int) -> None:
+    def update_best_checkpoint(self, step: int) -> None:
         """Write best.json after a validation or a rollback, and delete checkpoints that need not be kept."""
         folder, train = self.setup.session.dir, self.setup.recipe.train
 
         def write_best() -> None:
-            best = self._find_best()
+            best = self._find_best_checkpoint()
             file = folder / "checkpoints" / BEST_FILE
             try:
                 write_json(file, best)
@@ -192,7 +192,7 @@ class Checkpoints:
             # In the saver's thread: the checkpoint under way is whole by then, and counted.
             self.writer.submit(write_best)
 
-    def _find_best(self) -> list[dict[str, Any]]:
+    def _find_best_checkpoint(self) -> list[dict[str, Any]]:
         recipe = self.setup.recipe
         return find_best_checkpoints(self.setup.session.dir, recipe.train.keep_best, recipe.validation.ranking_loss)
 

@@ -49,7 +49,7 @@ def choose_checkpointing(setup: AnySetup, count_free: Callable[[AnySetup], int] 
     # `measure_activations` counts all modes from one pass without checkpointing.
     set_checkpointing(setup.transformer, "none")
     # One mode for all: the rank with the least free memory would be the first to fail.
-    agreed = select_most_saving(gather_object([_advise_locally(setup, count_free or count_free_bytes)]))
+    agreed = select_least_memory_advice(gather_object([_advise_for_this_rank(setup, count_free or count_free_bytes)]))
     set_checkpointing(setup.transformer, agreed.mode)
     if agreed.mode != "none" or not (agreed.fits and agreed.is_counted):
         setup.session.say(f"checkpointing: {agreed.message}")
@@ -60,7 +60,7 @@ def choose_checkpointing(setup: AnySetup, count_free: Callable[[AnySetup], int] 
         )
 
 
-def select_most_saving(candidates: Sequence[CheckpointingAdvice]) -> CheckpointingAdvice:
+def select_least_memory_advice(candidates: Sequence[CheckpointingAdvice]) -> CheckpointingAdvice:
     """The activation checkpointing advice that all ranks follow: the mode that saves the most memory.
 
     The first of several.
@@ -68,7 +68,7 @@ def select_most_saving(candidates: Sequence[CheckpointingAdvice]) -> Checkpointi
     return max(candidates, key=lambda advice: (CHECKPOINTING_MODES.index(advice.mode), not advice.fits))
 
 
-def _advise_locally(setup: AnySetup, count_free: Callable[[AnySetup], int]) -> CheckpointingAdvice:
+def _advise_for_this_rank(setup: AnySetup, count_free: Callable[[AnySetup], int]) -> CheckpointingAdvice:
     """This rank's activation checkpointing advice, from activations counted on fake tensors."""
     requested_mode, size = setup.recipe.train.effective_checkpointing, setup.recipe.train.batch_size
     _, spec = setup.data.training_set.largest_shape

@@ -12,7 +12,7 @@ class EarlyStop:
     """The step after which training ends; None while it goes on."""
 
 
-def find_stalled_best(losses: Mapping[int, float], stop_after: int) -> int | None:
+def find_best_step_if_stalled(losses: Mapping[int, float], stop_after: int) -> int | None:
     """Find the step of the lowest loss if at least `stop_after` later measurements are not lower; else None.
 
     Of equal losses, the first one is the lowest. `losses` are by step, and include step 0 if it was measured.

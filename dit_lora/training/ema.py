@@ -30,7 +30,7 @@ class TrainedEMA:
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         # It clones the weights, so the averages start at their present values.
         self._ema_model = EMAModel(self._local_weights(), decay=decay, foreach=True)
-        self.bounds = AverageBounds()
+        self.bounds = AverageMagnitudeBounds()
 
     def _local_weights(self) -> list[Any]:
         """The trained weights for the moving averages; local shards of DTensors.
@@ -67,19 +67,19 @@ class TrainedEMA:
 
 
 @dataclass
-class AverageBounds:
+class AverageMagnitudeBounds:
     """Largest known magnitude of each trained weight (of this rank's shard), which also bounds its average."""
 
     max_magnitudes: dict[str, float] = field(default_factory=dict)
 
-    def widen(self, weights: Tensors, averages: Tensors) -> None:
+    def widen_magnitude_bounds(self, weights: Tensors, averages: Tensors) -> None:
         """Raise the bounds on magnitudes to those of these weights and averages, which are taken as sound."""
         # After a resume, earlier peaks of the weights are known only through their averages.
         for peaks in (_compute_largest_magnitudes(weights), _compute_largest_magnitudes(averages)):
             for name, peak in peaks.items():
                 self.max_magnitudes[name] = max(peak, self.max_magnitudes.get(name, 0.0))
 
-    def find_exceeding(self, weights: Tensors, averages: Tensors) -> dict[str, tuple[float, float]]:
+    def find_averages_out_of_bounds(self, weights: Tensors, averages: Tensors) -> dict[str, tuple[float, float]]:
         """Find finite averages that exceed every magnitude their weights had.
 
         Returns (largest magnitude, bound) by name.

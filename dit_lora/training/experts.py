@@ -16,7 +16,7 @@ from dit_lora.training.session.session import Session
 from dit_lora.verify.expert_pair import format_expert_filename
 
 
-def require_fresh(recipes: Sequence[Recipe]) -> None:
+def require_new_expert_folders(recipes: Sequence[Recipe]) -> None:
     """Raise `DitLoraError` if a later expert's run folder already holds a run: it would fail when its turn comes."""
     # The first folder is checked when its run starts.
     for recipe in recipes[1:]:
@@ -28,14 +28,14 @@ def require_fresh(recipes: Sequence[Recipe]) -> None:
             )
 
 
-def is_done(recipe: Recipe) -> bool:
+def is_run_finished(recipe: Recipe) -> bool:
     """True if a run that may be resumed has finished, after all of its steps or early (`train.stop_after`)."""
     step = find_finished_step(recipe) if recipe.train.resume != "none" else None
     # The files say that the run ended, the digests that its last checkpoint is complete.
     return step is not None and is_complete_checkpoint(checkpoint_path(Path(recipe.run.dir), step))
 
 
-def put_together(session: Session, recipe: Recipe) -> None:
+def combine_expert_adapters(session: Session, recipe: Recipe) -> None:
     """Copy both experts' adapters to run.dir/adapter, write the recipe to run.dir, and log the folder.
 
     Main process only. Nothing is copied if base weights were trained too: each adapter finds them in its own folder.

@@ -14,23 +14,29 @@ from dit_lora.adapters.under import disable_frozen_adapters
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.families import CHAT_FAMILIES
-from dit_lora.numerics.memory import unify_out_of_memory_errors
+from dit_lora.numerics.memory import convert_to_out_of_memory_error
 from dit_lora.training.base_fingerprint import (
     BaseFingerprint,
-    find_base_fault,
-    find_kernel_fault,
+    find_changed_base_output,
+    find_wrong_kernels,
     make_synthetic_inputs,
 )
 from dit_lora.training.fit import use_averaged_weights, validate, write_missing_samples
 from dit_lora.training.result_metadata import build_metadata
 from dit_lora.training.run import Run
-from dit_lora.training.session.session import Session, share_errors
+from dit_lora.training.session.session import Session, raise_errors_on_all_ranks
 from dit_lora.training.task import AnySetup
 from dit_lora.verify.output_fingerprint import FAILURE, NOT_RECORDED, record_output
 from dit_lora.verify.pipeline_checks import check_pipeline_files
 from dit_lora.verify.reference_model import find_sharing_obstacle, share_model_weights
 from dit_lora.verify.verified_files import VERIFICATION_FILE, compute_digests, list_result_files, write_verification
-from dit_lora.verify.verify import Verification, VerificationTarget, check_adapter, check_pipeline, fail_if_unreadable
+from dit_lora.verify.verify import (
+    Verification,
+    VerificationTarget,
+    check_adapter,
+    check_pipeline,
+    raise_check_failed_if_unreadable,
+)
 
 
 @dataclass(frozen=True)
@@ -51,9 +57,9 @@ def finish(run: Run) -> WrittenFiles:
         weights = run.engine.trainable_state_dict()
         # On the weights that are saved, averages included; before the file is written, because its header contains the
         # output.
-        with session.phases.timing("output fingerprint"):
+        with session.phases.time_phase("output fingerprint"):
             output = record_trained_output(run, run.base_fingerprint)
-        with share_errors(session.accelerator):
+        with raise_errors_on_all_ranks(session.accelerator):
             if session.is_main:
                 metadata = {**build_metadata(run), "steps": run.last_step, "output": output}
                 written = _write_final_weights(run, metadata, weights)
@@ -69,7 +75,7 @@ def finish(run: Run) -> WrittenFiles:
         session.phases.reductions["samples"] = skipped
         session.closing_lines.append(skipped)
     # The run may only end once its last checkpoint is on the disk.
-    with session.phases.timing("saving"):
+    with session.phases.time_phase("saving"):
         run.saved_checkpoints.wait_for_writes()
     return written
 
@@ -77,9 +83,9 @@ def finish(run: Run) -> WrittenFiles:
 def _write_final_weights(run: Run, metadata: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> WrittenFiles:
     phases = run.session.phases
     try:
-        with phases.timing("saving"):
+        with phases.time_phase("saving"):
             path = run.task.save(run, metadata, weights)
-        with phases.timing("verification"):
+        with phases.time_phase("verification"):
             return WrittenFiles(path, _try_verification(run, path, metadata, weights))
     except (OSError, SafetensorError) as problem:
         raise DitLoraError(
@@ -93,7 +99,7 @@ def _try_verification(
 ) -> Verification | None:
     """Verify the run's result; None, with a warning, if memory does not suffice."""
     try:
-        with unify_out_of_memory_errors(), fail_if_unreadable():
+        with convert_to_out_of_memory_error(), raise_check_failed_if_unreadable():
             return verify_result(setup, path, metadata, weights)
     except torch.OutOfMemoryError:
         folder = setup.session.dir
@@ -147,7 +153,7 @@ def record_trained_output(setup: AnySetup, fingerprint: BaseFingerprint) -> dict
     If a forward pass needs only one rank, the main process records it and the other ranks return an empty dict.
     """
     # On every rank, because it is collective in any case.
-    fault = find_base_fault(setup, fingerprint)
+    fault = find_changed_base_output(setup, fingerprint)
     if not (setup.session.is_main or setup.engine.collective_forward):
         return {}
     reference_model = setup.task.build_reference_model(setup.checkpoint)
@@ -160,7 +166,7 @@ def record_trained_output(setup: AnySetup, fingerprint: BaseFingerprint) -> dict
             output = record_output(reference_model, setup.transformer, inputs, setup.dtype, base_output)
             # A changed base explains a wrong output already: kernels are compared only without one.
             if fault is None and NOT_RECORDED not in output:
-                fault = find_kernel_fault(setup, fingerprint, output)
+                fault = find_wrong_kernels(setup, fingerprint, output)
     except torch.OutOfMemoryError:
         output = {NOT_RECORDED: "its forward pass did not fit the memory of the run's device"}
     return {**output, FAILURE: fault} if fault else output
@@ -168,7 +174,7 @@ def record_trained_output(setup: AnySetup, fingerprint: BaseFingerprint) -> dict
 
 def require_verified(session: Session, verification: Verification | None) -> None:
     """Raise `CheckFailedError` on every rank if the written result failed verification; the files stay. Collective."""
-    with share_errors(session.accelerator):
+    with raise_errors_on_all_ranks(session.accelerator):
         # Only the main process has a verification; the error is raised on all ranks.
         if verification is not None and not verification.passed:
             summary = f"the run's result failed its verification ({VERIFICATION_FILE}); the checkpoints are complete"
@@ -180,7 +186,7 @@ def summary(
 ) -> str:
     """The closing lines: what was written, and whether it is sound.
 
-    With `is_one_of_both` the line on a verified adapter is left out, because `put_together` names the copy.
+    With `is_one_of_both` the line on a verified adapter is left out, because `combine_expert_adapters` names the copy.
     """
     lines: list[str] = []
     base = adapter.with_name(BASE_FILE)

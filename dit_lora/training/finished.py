@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from dit_lora.config.experts import in_turn
+from dit_lora.config.experts import split_recipe_by_expert
 from dit_lora.config.recipe import Recipe
 from dit_lora.config.records import Status, VerifiedFiles, read_typed_json
 from dit_lora.files import read_json_lines
 from dit_lora.parsing import ParseError
-from dit_lora.training.early_stopping import find_stalled_best
+from dit_lora.training.early_stopping import find_best_step_if_stalled
 from dit_lora.training.eval_losses import read_eval_losses
 
 
@@ -39,10 +39,10 @@ def find_finished_step(recipe: Recipe) -> int | None:
         return None
     losses = read_eval_losses(folder, recipe.validation.ranking_loss)
     # The validation after the last step ended the run, and still would.
-    has_stopped = step == max(losses, default=None) and find_stalled_best(losses, train.stop_after) is not None
+    has_stopped = step == max(losses, default=None) and find_best_step_if_stalled(losses, train.stop_after) is not None
     return step if has_stopped else None
 
 
 def is_finished(recipe: Recipe) -> bool:
     """True if nothing is left to train of a recipe, for both experts if it trains both."""
-    return all(find_finished_step(turn) is not None for turn in in_turn(recipe))
+    return all(find_finished_step(turn) is not None for turn in split_recipe_by_expert(recipe))

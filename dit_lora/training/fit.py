@@ -12,32 +12,32 @@ from typing import NoReturn
 
 import torch
 
-from dit_lora.data.loading.batch import Batch, PositionSampler, Reading
+from dit_lora.data.loading.batch import Batch, DataReadingSettings, PositionSampler
 from dit_lora.environment.progress_bar import ProgressBar
 from dit_lora.errors import DitLoraError, InterruptedRunError, make_write_error
 from dit_lora.guard.diagnosis import Event, make_hidden_infinity_event, make_observation_event
 from dit_lora.guard.finite_gate import BadStateError, NonFiniteError
 from dit_lora.guard.replay import MicroBatch
-from dit_lora.numerics.dtensors import needs_all_ranks
+from dit_lora.numerics.dtensors import has_collective_forward
 from dit_lora.numerics.ranks import broadcast_object
 from dit_lora.training.base_fingerprint import switch_off_faulty_kernels
 from dit_lora.training.check_budget import EvalSize
 from dit_lora.training.checkpoints.files import checkpoint_path, find_newest_checkpoint
-from dit_lora.training.early_stopping import find_stalled_best
+from dit_lora.training.early_stopping import find_best_step_if_stalled
 from dit_lora.training.eval_losses import read_eval_losses
 from dit_lora.training.execution.base_alone import temporarily_reset_adapters
 from dit_lora.training.journal import MAX_IDLE_STEPS, build_metrics_line
-from dit_lora.training.loop import Loop, LoopCallbacks, train
-from dit_lora.training.optim.build import Schedule
-from dit_lora.training.recovery.build import choose_gradient_norms
-from dit_lora.training.recovery.gradient_watch import GradientWatch
+from dit_lora.training.loop import LoopCallbacks, TrainingLoopComponents, train
+from dit_lora.training.optim.build import LearningRateSchedule
+from dit_lora.training.recovery.build import choose_gradient_norm_function
+from dit_lora.training.recovery.gradient_watch import PeriodicGradientCheck
 from dit_lora.training.recovery.preflight import preflight
-from dit_lora.training.recovery.rank_consistency import record_sound_averages, require_agreement
+from dit_lora.training.recovery.rank_consistency import record_sound_averages, require_ranks_agree
 from dit_lora.training.recovery.state_checks import (
     collect_local_state,
     require_finite_everywhere,
     require_not_diverged,
-    require_unaltered,
+    require_uncorrupted_state,
 )
 from dit_lora.training.replayable_batch import WeightedLoss
 from dit_lora.training.run import Run
@@ -52,27 +52,27 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
     validated.
     """
     recipe, session, phases = run.recipe, run.session, run.session.phases
-    base_waits = _validate_start(run)
+    base_waits = _validate_before_training(run)
     # A resumed run that had ended early trains no more, unless `train.stop_after` has changed.
-    if _is_validation_due(run, run.start_step) and (best := _find_stalled_best(run)) is not None:
+    if _is_validation_due(run, run.start_step) and (best := _find_best_step_if_stalled(run)) is not None:
         _end_early(run, run.start_step, best)
     # Before the first step: a run that cannot train ends here.
     if recipe.guard.preflight:
-        with phases.timing("preflight"):
+        with phases.time_phase("preflight"):
             _report_events(run, preflight(run, run.recovery, run.parity))
     # Preflight's comparison is the first that passed: a kernel fault found later rolls back to this state.
-    run.parity.start(was_compared=bool(recipe.guard.preflight))
-    with phases.timing("model parity"):
+    run.parity.start_periodic_comparisons(was_compared=bool(recipe.guard.preflight))
+    with phases.time_phase("model parity"):
         _report_events(run, switch_off_faulty_kernels(run, run.base_fingerprint, run.recovery.state.switched_off))
     record_sound_averages(run)
-    with phases.timing("snapshot"):
-        run.recovery.snapshots.take(run.start_step)
+    with phases.time_phase("snapshot"):
+        run.recovery.snapshots.take_snapshot(run.start_step)
     on_checkpoint()
     steps = recipe.train.steps
     is_quiet = not session.is_main
     bar = ProgressBar(total=steps, initial=run.start_step, desc="training", unit="step", disable=is_quiet)
     with bar, handle_stop_signals(session.launcher) as get_signal_code:
-        gradient_watch = GradientWatch(run, run.recovery, run.start_step, run.ema)
+        gradient_watch = PeriodicGradientCheck(run, run.recovery, run.start_step, run.ema)
         reason = gradient_watch.unsupported_reason or gradient_watch.skipped_reason
         if reason is not None:
             session.say(f"warning: {reason}")
@@ -81,7 +81,7 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
         with run.saved_checkpoints.finish_writes():
             train(_build_loop(run, callbacks), start_step=run.start_step, steps=run.last_step)
     # Also here: a run that was finished before has taken no step.
-    phases.end_steps()
+    phases.end_training_stage()
 
 
 @dataclass
@@ -96,7 +96,7 @@ class RunCallbacks(LoopCallbacks):
     """Called after each step that is saved or validated."""
     base_waits: bool
     """True until the base has been validated, if this waits for the first step."""
-    gradient_watch: GradientWatch
+    gradient_watch: PeriodicGradientCheck
     gradient_check_s: float = 0.0
     """Wall time of the last step's gradient check, which is inside of the step's time."""
 
@@ -105,8 +105,8 @@ class RunCallbacks(LoopCallbacks):
         run = self.run
         session = run.session
         recipe = run.recipe
-        session.phases.resume_steps()
-        self.gradient_watch.restart(start_step)
+        session.phases.resume_training_stage()
+        self.gradient_watch.restart_after_step(start_step)
         sampler = PositionSampler(
             start_step=start_step,
             steps=recipe.train.steps,
@@ -115,7 +115,7 @@ class RunCallbacks(LoopCallbacks):
             rank=session.data_rank,
             num_ranks=session.num_data_ranks,
         )
-        loader_config = Reading(
+        loader_config = DataReadingSettings(
             sampler,
             seed=recipe.train.seed,
             caption_dropout=recipe.data.caption_dropout,
@@ -123,9 +123,9 @@ class RunCallbacks(LoopCallbacks):
             workers=recipe.data.workers,
             prefetch=recipe.data.prefetch,
             pin_memory=session.accelerator.device.type == "cuda",
-            get_draw_functions=run.checkpoint.draw_functions,
+            get_draw_functions=run.checkpoint.get_random_input_samplers,
         )
-        return run.parity.record_batches(run.data.training_set.make_loader(loader_config), start_step)
+        return run.parity.record_recent_batches(run.data.training_set.make_loader(loader_config), start_step)
 
     def get_stop_code(self) -> int:
         # A full disk or a lost lock on one rank stops all ranks as a signal does: by the step's gather.
@@ -144,8 +144,8 @@ class RunCallbacks(LoopCallbacks):
         self.gradient_check_s = 0.0
         if self.gradient_watch.is_due(step):
             began = time.perf_counter()
-            with self.run.session.phases.timing("gradient check"):
-                self.gradient_watch.check(step, micro_batches, losses, previous_batch)
+            with self.run.session.phases.time_phase("gradient check"):
+                self.gradient_watch.check_gradient_if_due(step, micro_batches, losses, previous_batch)
             self.gradient_check_s = time.perf_counter() - began
 
     def on_step(self, result: StepResult) -> None:
@@ -154,10 +154,10 @@ class RunCallbacks(LoopCallbacks):
         recipe = run.recipe
         # A gradient check runs inside of the step, and is a phase of its own.
         step_s = result.seconds - self.gradient_check_s
-        session.phases.add_step(step_s)
+        session.phases.add_step_time(step_s)
         run.sample_budget.step_s += step_s
         if session.phases.end_first_step() and session.is_main:
-            session.phases.write(session.dir)
+            session.phases.write_phase_times(session.dir)
             slow_start = session.phases.describe_slow_start()
             if slow_start is not None:
                 session.say(f"first step after {slow_start}")
@@ -169,7 +169,7 @@ class RunCallbacks(LoopCallbacks):
             _log_step(run, self.bar, result)
         if result.step == recipe.train.steps:
             # Here and not when the loop returns: the last checks and the last checkpoint come after the last step.
-            session.phases.end_steps()
+            session.phases.end_training_stage()
         if self.base_waits and not result.stop_code:
             # The base is validated before anything is saved: failing samples end the run in its first minutes.
             self.base_waits = False
@@ -202,7 +202,7 @@ def _report_events(run: Run, events: Iterable[Event]) -> None:
             run.journal.write_event(event)
 
 
-def _validate_start(run: Run) -> bool:
+def _validate_before_training(run: Run) -> bool:
     """Evaluate the starting model, so that the trained one can be compared with it.
 
     Returns True if this must wait for the first step.
@@ -229,12 +229,12 @@ def _is_validation_due(run: Run, step: int) -> bool:
     return interval is not None and step % interval == 0 and 0 < step < steps
 
 
-def _build_loop(run: Run, callbacks: RunCallbacks) -> Loop:
+def _build_loop(run: Run, callbacks: RunCallbacks) -> TrainingLoopComponents:
     recipe = run.recipe
-    return Loop(
+    return TrainingLoopComponents(
         engine=run.engine,
         loss_function=WeightedLoss(run.checkpoint),
-        schedule=Schedule(recipe.optim, recipe.train.steps),
+        schedule=LearningRateSchedule(recipe.optim, recipe.train.steps),
         optim=recipe.optim,
         accumulate=recipe.train.accumulate,
         ranks_per_sample=recipe.train.context_parallel,
@@ -242,7 +242,7 @@ def _build_loop(run: Run, callbacks: RunCallbacks) -> Loop:
         recovery=run.recovery,
         watcher=run.watcher,
         callbacks=callbacks,
-        compute_norms=choose_gradient_norms(run),
+        compute_norms=choose_gradient_norm_function(run),
     )
 
 
@@ -255,7 +255,7 @@ def _should_sync_after(run: Run, step: int) -> bool:
         return True
     looks = (recipe.train.save_every, recipe.validation.every, recipe.guard.parity_every)
     due = any(interval and step % interval == 0 for interval in looks)
-    return due or run.recovery.snapshots.is_due(step) or run.watcher.has_statistics(step)
+    return due or run.recovery.snapshots.is_snapshot_due(step) or run.watcher.has_statistics(step)
 
 
 def _check_and_save(run: Run, result: StepResult) -> None:
@@ -266,49 +266,51 @@ def _check_and_save(run: Run, result: StepResult) -> None:
         run.saved_checkpoints.wait_for_writes()
     is_last, snapshots = step == train.steps, recovery.snapshots
     # Before anything is saved: if a kernel has gone wrong, these steps are taken again.
-    with phases.timing("kernel parity"):
-        run.parity.compare_if_due(step, is_last=is_last)
+    with phases.time_phase("kernel parity"):
+        run.parity.compare_kernels_if_due(step, is_last=is_last)
     # A saved state must be sound, but a check reads all state: so check only when a state is saved.
     to_save = step % train.save_every == 0 or is_last or bool(result.stop_code)
-    if to_save or snapshots.is_due(step):
-        with phases.timing("state check"):
+    if to_save or snapshots.is_snapshot_due(step):
+        with phases.time_phase("state check"):
             _require_sound_state(run, step, check_frozen=to_save)
     if to_save:
-        with phases.timing("saving"):
+        with phases.time_phase("saving"):
             run.saved_checkpoints.save(step, recovery.state_dict(), wait=is_last or bool(result.stop_code))
-    if snapshots.is_due(step):
-        with phases.timing("snapshot"):
-            snapshots.take(step)
+    if snapshots.is_snapshot_due(step):
+        with phases.time_phase("snapshot"):
+            snapshots.take_snapshot(step)
     if result.stop_code:
         raise InterruptedRunError(f"step {step} is saved; to continue, add train.resume=auto", result.stop_code)
     if _is_validation_due(run, step):
         validate(run, step=step)
-        if (best := _find_stalled_best(run)) is not None:
+        if (best := _find_best_step_if_stalled(run)) is not None:
             _save_last_step(run, step)
             _end_early(run, step, best)
 
 
-def _find_stalled_best(run: Run) -> int | None:
+def _find_best_step_if_stalled(run: Run) -> int | None:
     """The best step so far if `train.stop_after` ends the run now; None if it goes on. Collective."""
     recipe, best = run.recipe, None
     if recipe.train.stop_after is None:
         return None
     if run.journal is not None:
         # The losses and not a counter, so that a resumed run counts on, and a rollback counts back.
-        best = find_stalled_best(run.journal.get_eval_losses(recipe.validation.ranking_loss), recipe.train.stop_after)
+        best = find_best_step_if_stalled(
+            run.journal.get_eval_losses(recipe.validation.ranking_loss), recipe.train.stop_after
+        )
     return broadcast_object(best)
 
 
 def _save_last_step(run: Run, step: int) -> None:
     """Check and save a step as if it were the recipe's last, after a validation has shown that it is. Collective."""
     phases = run.session.phases
-    with phases.timing("kernel parity"):
-        run.parity.compare_if_due(step, is_last=True)
+    with phases.time_phase("kernel parity"):
+        run.parity.compare_kernels_if_due(step, is_last=True)
     # Otherwise it was checked and saved before its validation.
     if step % run.recipe.train.save_every:
-        with phases.timing("state check"):
+        with phases.time_phase("state check"):
             _require_sound_state(run, step, check_frozen=True)
-        with phases.timing("saving"):
+        with phases.time_phase("saving"):
             run.saved_checkpoints.save(step, run.recovery.state_dict(), wait=True)
 
 
@@ -323,7 +325,7 @@ def _end_early(run: Run, step: int, best: int) -> None:
     losses = run.journal.get_eval_losses(name)
     num_later = sum(measured > best for measured in losses)
     line = (
-        f"stopped early after step {step}: no lower {_name_loss(name)} in {num_later} validation"
+        f"stopped early after step {step}: no lower {_format_loss_name(name)} in {num_later} validation"
         f"{'s' if num_later > 1 else ''}; the best was {losses[best]:.4f} at step {best}"
     )
     if checkpoint_path(folder, best).is_dir():
@@ -341,10 +343,10 @@ def _require_sound_state(run: Run, step: int, *, check_frozen: bool) -> None:
     """
     context = run.recovery.diagnosis_context
     # First: a rank that lost its weights by itself has no wrong learning rate.
-    require_agreement(run, step)
+    require_ranks_agree(run, step)
     require_not_diverged(run.engine, context.start_peak, step)
     require_finite_everywhere(collect_local_state(run.engine, run.ema), step)
-    require_unaltered(context, step, check_frozen=check_frozen)
+    require_uncorrupted_state(context, step, check_frozen=check_frozen)
 
 
 def _log_step(run: Run, bar: ProgressBar, result: StepResult) -> None:
@@ -353,7 +355,7 @@ def _log_step(run: Run, bar: ProgressBar, result: StepResult) -> None:
     modules, hidden = watcher.collect_statistics(step), watcher.find_hidden_infinities(step)
     line = build_metrics_line(result, run.task.loss_parts(run, result))
     # On every rank: the adaptive clip depends on it.
-    spikes = watcher.observe(line)
+    spikes = watcher.find_metric_spikes(line)
     if run.journal is None:
         return
     run.journal.write_step(line, modules)
@@ -391,18 +393,18 @@ def validate(run: Run, step: int) -> None:
     phases, optional = run.session.phases, run.session.optional_work
     of_base = step == 0 and run.base_fingerprint.has_idle_adapter
     weights_context = temporarily_reset_adapters(run.transformer) if of_base else use_averaged_weights(run)
-    is_collective = needs_all_ranks(run.model)
+    is_collective = has_collective_forward(run.model)
     with ExitStack() as stack:
         # Copies of weights may not fit either. A rank that fails must not leave the others waiting in a forward pass.
-        if not optional.attempt("validations", step, lambda: _enter_context(stack, weights_context)):
+        if not optional.run_optional_work("validations", step, lambda: _enter_stack_context(stack, weights_context)):
             return
         losses: dict[str, float | None] = {}
-        with phases.timing("eval loss"):
+        with phases.time_phase("eval loss"):
             measure = partial(_measure_eval_loss, run)
-            result = optional.attempt("eval losses", step, measure, is_collective=is_collective)
+            result = optional.run_optional_work("eval losses", step, measure, is_collective=is_collective)
             reduced_size, losses["eval_loss"] = result or (None, None)
             measure_held_out = partial(run.task.compute_validation_loss, run)
-            losses["validation_loss"] = optional.attempt(
+            losses["validation_loss"] = optional.run_optional_work(
                 "validation losses", step, measure_held_out, is_collective=is_collective
             )
         if reduced_size is not None:
@@ -439,7 +441,7 @@ def _can_afford_samples(run: Run, step: int) -> bool:
         return True
     if not budget.skipped_steps:
         session.say(f"step {step}: no samples, to keep within validation.max_sample_share")
-    budget.skip(step)
+    budget.record_step_without_samples(step)
     if session.is_main:
         # Those of a step that a rollback has discarded.
         shutil.rmtree(_get_samples_folder(run, step), ignore_errors=True)
@@ -453,10 +455,12 @@ def _get_samples_folder(run: Run, step: int) -> Path:
 def _write_validation_samples(run: Run, step: int, *, is_between: bool) -> None:
     """Generate samples with the weights in the model; a failure is reported, and they are left out. Collective."""
     began = time.perf_counter()
-    with run.session.phases.timing("samples"):
+    with run.session.phases.time_phase("samples"):
         write = partial(run.task.write_samples, run, step)
-        run.session.optional_work.attempt("samples", step, write, is_collective=needs_all_ranks(run.model))
-    run.sample_budget.add_samples(step, time.perf_counter() - began, is_between=is_between)
+        run.session.optional_work.run_optional_work(
+            "samples", step, write, is_collective=has_collective_forward(run.model)
+        )
+    run.sample_budget.add_sampling_time(step, time.perf_counter() - began, is_between=is_between)
     run.session.trackers.log_samples(step, run.recipe.validation.sample_titles)
 
 
@@ -472,7 +476,7 @@ def _record_eval_losses(run: Run, step: int, losses: Mapping[str, float], size: 
     # The report and best.json sort by the losses, and NaN has no order.
     finite = {name: loss for name, loss in losses.items() if math.isfinite(loss)}
     for name in (name for name in losses if name not in finite):
-        message = f"the {_name_loss(name)} is not finite, so it is not recorded; training is not affected"
+        message = f"the {_format_loss_name(name)} is not finite, so it is not recorded; training is not affected"
         _report_anomaly(run, make_observation_event(step, "non_finite_validation", message))
     if not finite:
         return
@@ -481,16 +485,16 @@ def _record_eval_losses(run: Run, step: int, losses: Mapping[str, float], size: 
     for name, loss in finite.items():
         first_loss = run.journal.get_base_loss(name)
         change = f" ({100 * (loss / first_loss - 1):+.1f}% since step 0)" if step and first_loss else ""
-        texts.append(f"{_name_loss(name)} {loss:.4f}{change}")
+        texts.append(f"{_format_loss_name(name)} {loss:.4f}{change}")
     run.session.say(f"step {step}: {', '.join(texts)}")
-    run.saved_checkpoints.update_best(step)
+    run.saved_checkpoints.update_best_checkpoint(step)
 
 
-def _name_loss(name: str) -> str:
+def _format_loss_name(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _enter_context(stack: ExitStack, context: AbstractContextManager[None]) -> bool:
+def _enter_stack_context(stack: ExitStack, context: AbstractContextManager[None]) -> bool:
     stack.enter_context(context)
     return True
 
@@ -546,5 +550,5 @@ def _save_after_failure(run: Run, step: int) -> str:
         return f"\nstep {step} cannot be saved either; {resort}"
     # Lines that the disk refused before: a resumed run does not repeat their steps.
     if run.journal is not None:
-        run.journal.flush()
+        run.journal.flush_unwritten_lines()
     return f"\nstep {step} is saved in {checkpoint_path(session.dir, step)}; to continue, add train.resume=auto"

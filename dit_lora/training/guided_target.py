@@ -19,11 +19,11 @@ OutputRows = list[list[torch.Tensor]]
 
 
 @contextmanager
-def record_outputs(model: nn.Module, rows: OutputRows) -> Iterator[None]:
+def record_model_outputs(model: nn.Module, rows: OutputRows) -> Iterator[None]:
     """Add the floating-point outputs of all calls of the model inside the context to `rows`."""
 
     def record(_module: nn.Module, _args: object, output: Any) -> None:
-        for number, tensors in enumerate(_list_rows(output)):
+        for number, tensors in enumerate(_list_output_samples(output)):
             # The first call shows how many outputs the model has.
             if number == len(rows):
                 rows.append([])
@@ -49,13 +49,13 @@ def remove_guidance(model: nn.Module, base: OutputRows, scales: torch.Tensor) ->
         nonlocal position
         leaves, structure = tree_flatten(output)
         # Timesteps and masks, if a model returns them, have no guidance.
-        indices = [index for index, leaf in enumerate(leaves) if _is_output(leaf)]
-        rows = _list_rows(output)
+        indices = [index for index, leaf in enumerate(leaves) if _is_float_tensor(leaf)]
+        rows = _list_output_samples(output)
         stop = position + len(rows[0])
         # Row by row: the recorded calls may have been divided differently.
         removed = [
             [
-                _remove(row, base_row, scale)
+                _remove_guidance_from_output(row, base_row, scale)
                 for row, base_row, scale in zip(
                     tensors, base[number][position:stop], scales[position:stop], strict=True
                 )
@@ -73,26 +73,26 @@ def remove_guidance(model: nn.Module, base: OutputRows, scales: torch.Tensor) ->
         yield
 
 
-def _remove(output: torch.Tensor, base: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def _remove_guidance_from_output(output: torch.Tensor, base: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     # In bf16 the division would lose what a small scale leaves of the difference.
     output, base = output.float(), base.float()
     if len(output) != len(base):
         # Qwen-Image 2.1 returns tokens of the text, whose number differs, before those of the image.
         num_common = min(len(output), len(base))
         text, image = output[:-num_common], output[-num_common:]
-        return torch.cat([text, _remove(image, base[-num_common:], scale)])
+        return torch.cat([text, _remove_guidance_from_output(image, base[-num_common:], scale)])
     return base + (output - base) / scale
 
 
-def _list_rows(output: Any) -> OutputRows:
+def _list_output_samples(output: Any) -> OutputRows:
     """The samples of each floating-point output of one call."""
-    tensors = [leaf for leaf in tree_leaves(output) if _is_output(leaf)]
+    tensors = [leaf for leaf in tree_leaves(output) if _is_float_tensor(leaf)]
     if _is_sample_list(output):
         return [tensors]
     return [list(tensor.unbind(0)) for tensor in tensors]
 
 
-def _is_output(leaf: Any) -> bool:
+def _is_float_tensor(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
 

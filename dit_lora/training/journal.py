@@ -65,9 +65,9 @@ class Journal:
             if torn:
                 say(f"warning: {name}: skipped {len(torn)} incomplete line(s) of a killed process")
         # A killed run may have written steps after its last checkpoint: these are repeated.
-        self.rewind(start_step)
+        self.remove_lines_after(start_step)
 
-    def rewind(self, step: int) -> None:
+    def remove_lines_after(self, step: int) -> None:
         """Remove the log lines of all steps after `step`, because training returns to that step."""
         # Events stay through a rollback: they explain it.
         self._unwritten = [line for line in self._unwritten if line[0] == "events.jsonl"]
@@ -96,7 +96,7 @@ class Journal:
                 name: {key: v if math.isfinite(v) else None for key, v in values.items()}
                 for name, values in modules.items()
             }
-        self._append("metrics.jsonl", line)
+        self._append_log_line("metrics.jsonl", line)
 
     def check_dataloader_bottleneck(self, line: Mapping[str, Any], num_workers: int) -> str | None:
         """A warning, once per run, if the last `WINDOW` steps waited for data for over `STARVED` of their time."""
@@ -130,7 +130,7 @@ class Journal:
             return
         self._eval_losses[step] = dict(losses)
         reduced_size = {} if size is None else {"clips": size.num_clips, "draws": size.num_draws}
-        self._append(EVAL_LOSS_FILES[-1], {"step": step, **losses, **reduced_size})
+        self._append_log_line(EVAL_LOSS_FILES[-1], {"step": step, **losses, **reduced_size})
         if self.trackers is not None:
             self.trackers.log_scalars(losses, step)
 
@@ -146,7 +146,7 @@ class Journal:
 
     def write_event(self, event: Event) -> None:
         line = event.to_record()
-        self._append("events.jsonl", line)
+        self._append_log_line("events.jsonl", line)
         if self.trackers is not None:
             self.trackers.log_event(line)
 
@@ -162,11 +162,11 @@ class Journal:
         if not earlier or earlier[-1]["sample_ids"] != list(samples):
             self.write_event(event)
 
-    def _append(self, name: str, line: Mapping[str, Any]) -> None:
+    def _append_log_line(self, name: str, line: Mapping[str, Any]) -> None:
         self._unwritten.append((name, json.dumps(line)))
-        self.flush()
+        self.flush_unwritten_lines()
 
-    def flush(self) -> None:
+    def flush_unwritten_lines(self) -> None:
         """Write the log lines that could not be written while the disk was full."""
         # In order: a line that waits for the disk also holds back the later ones.
         while self._unwritten:

@@ -15,7 +15,7 @@ From a NaN loss to the quarantine of a clip:
 
 1. `_train_step` records it in the step's `Gate` (guard/finite_gate.py), whose flag over all ranks skips the update.
 2. `_finish_pending_step` reads the flags after the next launch, and passes a `RunFailure` to `RunRecovery`
-   (recovery/run_recovery.py). `RecoveryHandler.resolve` (guard/recovery.py) calls its methods in order.
+   (recovery/run_recovery.py). `RecoveryHandler.diagnose_and_recover` (guard/recovery.py) calls its methods in order.
 3. `diagnose` (guard/diagnose.py) runs on the ranks that failed. It checks the samples as they were read, then weights
    and optimizer state (guard/state_checks.py). Only if these are sound it replays the micro-batch (guard/replay.py,
    probe.py) and switches components off (guard/fallbacks.py).
@@ -41,8 +41,8 @@ from dit_lora.fuse.gradient_norms import NormFunction
 from dit_lora.guard.finite_gate import BadStateError, Gate
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.training.distributed.engine import Engine
-from dit_lora.training.optim.build import Schedule, apply_schedule
-from dit_lora.training.recovery.monitoring import StepWatcher
+from dit_lora.training.optim.build import LearningRateSchedule, apply_schedule
+from dit_lora.training.recovery.monitoring import StepMonitor
 from dit_lora.training.recovery.run_recovery import RunFailure, RunRecovery
 from dit_lora.training.replayable_batch import BatchPosition, LossFunction, ReplayableBatch, forward
 from dit_lora.training.step import StepResult
@@ -127,7 +127,7 @@ class _LoopState:
     """The following step, once its update is queued."""
     reader: MicroBatchReader[Batch] = field(default_factory=MicroBatchReader)
 
-    def take_pending(self) -> _PendingStep | None:
+    def pop_pending_step(self) -> _PendingStep | None:
         """Take the step whose metrics are still on the device out of the training position; None if there is none."""
         pending = self.pending
         self.pending = None
@@ -203,17 +203,17 @@ class LoopCallbacks(ABC):
 
 
 @dataclass(frozen=True)
-class Loop:
+class TrainingLoopComponents:
     """Everything that the training loop needs in a step, constant for the whole run."""
 
     engine: Engine
     loss_function: LossFunction
-    schedule: Schedule
+    schedule: LearningRateSchedule
     optim: OptimConfig
     accumulate: int
     seed: int
     recovery: RunRecovery
-    watcher: StepWatcher
+    watcher: StepMonitor
     callbacks: LoopCallbacks
     ranks_per_sample: int = 1
     """Number of ranks that run each sample together (1 without context parallelism)."""
@@ -221,7 +221,7 @@ class Loop:
     """Computes gradient norms; None uses PyTorch."""
 
 
-def train(loop: Loop, *, start_step: int, steps: int) -> None:
+def train(loop: TrainingLoopComponents, *, start_step: int, steps: int) -> None:
     """Train the steps after `start_step` up to `steps`. Collective.
 
     A failed step leaves weights and optimizer unchanged. `loop.recovery` then returns the step to continue from, or
@@ -231,7 +231,7 @@ def train(loop: Loop, *, start_step: int, steps: int) -> None:
     # Once: code that evaluates in between restores the mode.
     loop.engine.model.train()
     loop.engine.fix_ddp_bucket_order(
-        lambda: _compute_first_loss(loop, callbacks.load_batches(start_step), start_step + 1)
+        lambda: _compute_first_batch_loss(loop, callbacks.load_batches(start_step), start_step + 1)
     )
     state = _LoopState(start_step, steps)
     while state.confirmed_step < state.last_step:
@@ -242,7 +242,7 @@ def train(loop: Loop, *, start_step: int, steps: int) -> None:
                 break
 
 
-def _compute_first_loss(loop: Loop, batches: Iterable[Batch], number: int) -> torch.Tensor:
+def _compute_first_batch_loss(loop: TrainingLoopComponents, batches: Iterable[Batch], number: int) -> torch.Tensor:
     accelerator = loop.engine.accelerator
     reader = MicroBatchReader[Batch]()
     reader.start(batches)
@@ -251,14 +251,14 @@ def _compute_first_loss(loop: Loop, batches: Iterable[Batch], number: int) -> to
     return forward(loop.loss_function, loop.engine.model, batch, position).losses.mean()
 
 
-def _train_step(loop: Loop, state: _LoopState, number: int) -> bool:
+def _train_step(loop: TrainingLoopComponents, state: _LoopState, number: int) -> bool:
     """Launch a step, finish the step before it, update the weights. False if batches must be requested again."""
     engine = loop.engine
     watcher = loop.watcher
     accelerator = engine.accelerator
     step = _Step(number, Gate(accelerator))
     try:
-        with step.measure_time(), watcher.watch_forward(number):
+        with step.measure_time(), watcher.record_forward_outputs(number):
             for micro_step in range(loop.accumulate):
                 batch = step.read_batch(state.reader, accelerator.device)
                 position = BatchPosition(loop.seed, number, micro_step, accelerator.process_index)
@@ -302,7 +302,7 @@ def _train_step(loop: Loop, state: _LoopState, number: int) -> bool:
         norms = engine.compute_gradient_norms(loop.compute_norms)
         # Before clipping, which multiplies by 1 / norm and would spread one NaN to every gradient.
         step.gate.record_gradient_norms(norms)
-        watcher.collect_gradients(number)
+        watcher.collect_gradient_statistics(number)
         norm = engine.clip_gradients(norms, loop.optim, watcher.get_clip_bound)
         # A function of the step and not a scheduler: a step that is taken again cannot advance it.
         lr_scale = loop.recovery.lr_scale
@@ -330,12 +330,12 @@ def _train_step(loop: Loop, state: _LoopState, number: int) -> bool:
     return True
 
 
-def _finish_pending_step(loop: Loop, state: _LoopState) -> bool:
+def _finish_pending_step(loop: TrainingLoopComponents, state: _LoopState) -> bool:
     """Read the pending step's metrics and handle them, if there is a pending step.
 
     Returns False if batches must be requested again from `state.confirmed_step`.
     """
-    pending = state.take_pending()
+    pending = state.pop_pending_step()
     if pending is None:
         return True
     step = pending.step
@@ -367,9 +367,9 @@ def _finish_pending_step(loop: Loop, state: _LoopState) -> bool:
     return False
 
 
-def _log_if_taken(loop: Loop, state: _LoopState) -> None:
+def _log_if_taken(loop: TrainingLoopComponents, state: _LoopState) -> None:
     """Read the pending step and log it if it was taken, without collectives: another rank may have ended."""
-    pending = state.take_pending()
+    pending = state.pop_pending_step()
     # If the device itself has failed, its metrics are lost, and the error that ends the run has said so.
     with suppress(torch.AcceleratorError):
         if pending is not None and pending.metrics.wait_until_arrived(_MAX_WAIT_S):
@@ -378,10 +378,10 @@ def _log_if_taken(loop: Loop, state: _LoopState) -> None:
                 loop.callbacks.log_step(outcome)
 
 
-def _read_metrics(loop: Loop, pending: _PendingStep) -> StepResult | RunFailure:
+def _read_metrics(loop: TrainingLoopComponents, pending: _PendingStep) -> StepResult | RunFailure:
     """Wait for a step's metrics. The host reads nothing else from a step."""
     with pending.step.measure_time():
-        metrics = pending.metrics.read()
+        metrics = pending.metrics.read_gathered_metrics()
     failure = _find_failure(metrics, pending.step.number, loop.ranks_per_sample)
     return failure or _build_result(metrics, pending, loop.ranks_per_sample)
 

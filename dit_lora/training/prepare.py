@@ -12,7 +12,7 @@ from dit_lora.data.loading.training_set import TrainingData
 from dit_lora.families.base import TrainableCheckpoint
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.training.base_fingerprint import record_base_fingerprint, write_base_fingerprint
-from dit_lora.training.checkpoint_state import Checkpoints, resume
+from dit_lora.training.checkpoint_state import CheckpointManager, resume
 from dit_lora.training.checkpoints.files import (
     SAMPLES_PER_STEP_KEY,
     VALIDATION_CONVERSATIONS_KEY,
@@ -30,12 +30,12 @@ from dit_lora.training.execution.offload import offload_base
 from dit_lora.training.journal import Journal
 from dit_lora.training.optim.build import build_optimizer
 from dit_lora.training.recovery.build import build_recovery, build_watcher, load_guard_state
-from dit_lora.training.recovery.kernel_parity import ParityWatch
+from dit_lora.training.recovery.kernel_parity import PeriodicKernelComparison
 from dit_lora.training.recovery.monitoring import share_spike_history
-from dit_lora.training.recovery.run_recovery import RecoveryFiles
+from dit_lora.training.recovery.run_recovery import RecoveryFileUpdater
 from dit_lora.training.recovery.state_checks import collect_local_state
 from dit_lora.training.run import Run
-from dit_lora.training.session.sample_budget import SampleBudget
+from dit_lora.training.session.sample_budget import SamplingTimeBudget
 from dit_lora.training.session.session import Session, open_run_folder
 from dit_lora.training.status import build_tracker_config
 from dit_lora.training.task import AnySetup, Setup, Task
@@ -60,9 +60,9 @@ def prepare(
     recipe, phases = session.recipe, session.phases
     # On resume the checkpoint has the adapter's values.
     if resume_from is None and recipe.optim.groups.adapter is not None and recipe.lora.init == DATA_INIT:
-        with phases.timing("LoRA init from data"):
+        with phases.time_phase("LoRA init from data"):
             session.say(initialize_lora_from_data(session, checkpoint, data, transformer))
-    with phases.timing("placing"):
+    with phases.time_phase("placing"):
         # Hooks of shared context and offload, then compiled code beneath them, then DDP or FSDP2 around all.
         enable_context_parallel(session, checkpoint, data, transformer)
         offload_base(recipe, transformer, session.accelerator)
@@ -76,21 +76,21 @@ def prepare(
         # First: with another recipe the base would differ too, and its message would hide the cause.
         require_same_recipe(resume_from, identity, describe_launch_topology(session))
     # Before a checkpoint's weights are loaded: the base is the model as its files have it.
-    with phases.timing("base fingerprint"):
+    with phases.time_phase("base fingerprint"):
         base = record_base_fingerprint(setup, resume_from, has_finished=has_finished)
-    with phases.timing("loading checkpoint"):
+    with phases.time_phase("loading checkpoint"):
         start_step, record = resume(setup, ema, identity, resume_from)
     start = load_guard_state(setup, record)
     # Counts what is free once the model is placed.
-    with phases.timing("memory estimate"):
+    with phases.time_phase("memory estimate"):
         apply_checkpointing(setup)
     # Nothing is written before this line: a run that is refused above leaves no folder behind.
     open_run_folder(session)
     write_base_fingerprint(session, base, start_step)
     if session.is_main and start.quarantine.records:
         start.quarantine.save()
-    checkpoints = Checkpoints(setup, ema, identity)
-    journal = _open_journal(setup, checkpoints, start_step)
+    checkpoints = CheckpointManager(setup, ema, identity)
+    journal = _open_run_log(setup, checkpoints, start_step)
     snapshots = Snapshots(
         lambda: collect_local_state(engine, ema),
         interval_steps=recipe.guard.snapshot_every,
@@ -99,10 +99,10 @@ def prepare(
     watcher = build_watcher(setup, snapshots)
     # After the journal has dropped the lines of steps that will be repeated.
     share_spike_history(watcher, journal)
-    files = RecoveryFiles(checkpoints, journal, watcher, start)
-    with phases.timing("digests"):
+    files = RecoveryFileUpdater(checkpoints, journal, watcher, start)
+    with phases.time_phase("digests"):
         recovery = build_recovery(setup, ema, start, snapshots, files)
-    parity = ParityWatch(setup, recovery, ema=ema, start_step=start_step)
+    parity = PeriodicKernelComparison(setup, recovery, ema=ema, start_step=start_step)
     return Run(
         session,
         task,
@@ -117,16 +117,16 @@ def prepare(
         parity,
         checkpoints,
         journal,
-        SampleBudget(recipe.validation.max_sample_share),
+        SamplingTimeBudget(recipe.validation.max_sample_share),
     )
 
 
-def _open_journal(setup: AnySetup, checkpoints: Checkpoints, start_step: int) -> Journal | None:
+def _open_run_log(setup: AnySetup, checkpoints: CheckpointManager, start_step: int) -> Journal | None:
     """Open the run's log files and start the trackers; None except on the main process."""
     session = setup.session
     if not session.is_main:
         return None
-    session.trackers.start(build_tracker_config(session), start_step)
+    session.trackers.start_trackers(build_tracker_config(session), start_step)
     journal = Journal(
         session.dir,
         start_step=start_step,

@@ -31,7 +31,7 @@ from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.stop_gradient import stop_gradient
 from dit_lora.numerics.streams import RandomStreams, derive_seed
-from dit_lora.training.guided_target import OutputRows, record_outputs, remove_guidance
+from dit_lora.training.guided_target import OutputRows, record_model_outputs, remove_guidance
 
 LossFunction = Callable[[nn.Module, Batch, RandomStreams], LossOutput]
 
@@ -87,9 +87,9 @@ def compute_training_losses(
     weight = batch.get(PRESERVE_WEIGHT)
     if weight is None:
         return compute_data_losses(checkpoint, model, batch, streams)
-    main_batch, preserved_batch = _replace_caption(batch, PRESERVE_PREFIX, PRESERVE_WEIGHT)
+    main_batch, preserved_batch = _split_off_second_caption(batch, PRESERVE_PREFIX, PRESERVE_WEIGHT)
     # First: activations kept for backward would take the memory that this pass needs.
-    base = _predict_base(checkpoint, model, preserved_batch, streams)
+    base = _predict_without_adapter(checkpoint, model, preserved_batch, streams)
     main_output = compute_data_losses(checkpoint, model, main_batch, streams)
     preservation_loss = mean_squared_difference(
         _collect_predictions(checkpoint, model, preserved_batch, streams), base
@@ -108,14 +108,14 @@ def compute_data_losses(
     if scale is None:
         return checkpoint.losses(model, batch, streams)
     # The same latents, noise and timesteps as with its own caption.
-    main_batch, empty_batch = _replace_caption(batch, EMPTY_PREFIX, GUIDED_SCALE)
-    base = _predict_base(checkpoint, model, empty_batch, streams)
+    main_batch, empty_batch = _split_off_second_caption(batch, EMPTY_PREFIX, GUIDED_SCALE)
+    base = _predict_without_adapter(checkpoint, model, empty_batch, streams)
     # Inside, the model's outputs are those of a model that was never distilled.
     with remove_guidance(model, base, scale):
         return checkpoint.losses(model, main_batch, streams)
 
 
-def _replace_caption(
+def _split_off_second_caption(
     batch: Mapping[str, torch.Tensor], prefix: str, weight_name: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The batch without the tensors of a second caption, and the batch with that caption in place of the first."""
@@ -132,7 +132,7 @@ def mean_squared_difference(outputs: OutputRows, target_outputs: OutputRows) -> 
     return torch.stack(means).sum(0)
 
 
-def _predict_base(
+def _predict_without_adapter(
     checkpoint: TrainableCheckpoint, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams
 ) -> OutputRows:
     """The model's outputs without the trained adapter, which get no gradient."""
@@ -147,7 +147,7 @@ def _collect_predictions(
 ) -> OutputRows:
     """The model's outputs during the family's loss computation, which uses the batch's random seeds."""
     outputs: OutputRows = []
-    with record_outputs(model, outputs):
+    with record_model_outputs(model, outputs):
         checkpoint.losses(model, batch, streams)
     return outputs
 
@@ -187,11 +187,11 @@ class ReplayableBatch(MicroBatch):
     def select_sample(self, index: int) -> "ReplayableBatch":
         return self._replace_batch(self.batch.select_sample(index))
 
-    def redraw(self, number: int) -> "ReplayableBatch":
+    def redraw_noise(self, number: int) -> "ReplayableBatch":
         # For the diagnosis: noise that training never uses, to tell bad noise from bad data.
-        return self._replace_batch(reseed(self.batch, number))
+        return self._replace_batch(replace_sample_seeds(self.batch, number))
 
-    def move_to(self, position: MicroBatch, *, copies_seeds: bool = False) -> "ReplayableBatch":
+    def move_to_run_position(self, position: MicroBatch, *, copies_seeds: bool = False) -> "ReplayableBatch":
         batch = replace(self.batch, sample_seeds=position.sample_seeds) if copies_seeds else self.batch
         return self.from_batch(self.loss_function, self.model, batch, self._get_position(position))
 
@@ -202,7 +202,7 @@ class ReplayableBatch(MicroBatch):
         return BatchPosition(self.seed, micro_batch.step, micro_batch.micro_step, micro_batch.rank)
 
 
-def pack_for_sending(micro_batch: MicroBatch, seed: int) -> tuple[Batch, BatchPosition]:
+def serialize_micro_batch(micro_batch: MicroBatch, seed: int) -> tuple[Batch, BatchPosition]:
     """Convert a micro-batch to tensors and values that can be sent to another rank.
 
     That rank rebuilds it with `ReplayableBatch.from_batch`.
@@ -213,6 +213,6 @@ def pack_for_sending(micro_batch: MicroBatch, seed: int) -> tuple[Batch, BatchPo
     return batch, BatchPosition(seed, micro_batch.step, micro_batch.micro_step, micro_batch.rank)
 
 
-def reseed(batch: Batch, number: int) -> Batch:
+def replace_sample_seeds(batch: Batch, number: int) -> Batch:
     """The batch's samples with random seeds that no epoch uses."""
     return replace(batch, sample_seeds=tuple(derive_seed(seed, "redrawn", number) for seed in batch.sample_seeds))

@@ -5,7 +5,7 @@ from typing import Any
 
 from dit_lora.adapters.attach import ADAPTER_NAME
 from dit_lora.adapters.kinds import get_alpha
-from dit_lora.adapters.start import build_saved_config
+from dit_lora.adapters.start import build_config_for_saving
 from dit_lora.config.lora import WEIGHT_INITS
 from dit_lora.config.remedies import HUB_PREFIX
 from dit_lora.environment.versions import probe_environment
@@ -43,7 +43,7 @@ def _describe_lora(setup: AnySetup) -> dict[str, Any]:
     # No adapter is attached: the values are the recipe's.
     if recipe.optim.groups.adapter is None:
         return {"rank": lora.rank, "alpha": lora.alpha or lora.rank, "dropout": lora.dropout}
-    config = build_saved_config(setup.transformer, ADAPTER_NAME).to_dict()
+    config = build_config_for_saving(setup.transformer, ADAPTER_NAME).to_dict()
     # Checkpoints and files from before `kind` existed describe a LoRA without it: they must still match.
     facts: dict[str, Any] = {} if lora.kind == "lora" else {"kind": lora.kind}
     # Its size is that of a block; it has neither rank nor alpha.

@@ -4,14 +4,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dit_lora.training.base_fingerprint import BaseFingerprint
-from dit_lora.training.checkpoint_state import Checkpoints
+from dit_lora.training.checkpoint_state import CheckpointManager
 from dit_lora.training.early_stopping import EarlyStop
 from dit_lora.training.ema import TrainedEMA
 from dit_lora.training.journal import Journal
-from dit_lora.training.recovery.kernel_parity import ParityWatch
-from dit_lora.training.recovery.monitoring import StepWatcher
+from dit_lora.training.recovery.kernel_parity import PeriodicKernelComparison
+from dit_lora.training.recovery.monitoring import StepMonitor
 from dit_lora.training.recovery.run_recovery import RunRecovery
-from dit_lora.training.session.sample_budget import SampleBudget
+from dit_lora.training.session.sample_budget import SamplingTimeBudget
 from dit_lora.training.task import Setup
 
 
@@ -27,12 +27,12 @@ class Run(Setup[Any, Any]):
     ema: TrainedEMA | None
     base_fingerprint: BaseFingerprint
     recovery: RunRecovery
-    watcher: StepWatcher
-    parity: ParityWatch
-    saved_checkpoints: Checkpoints
+    watcher: StepMonitor
+    parity: PeriodicKernelComparison
+    saved_checkpoints: CheckpointManager
     journal: Journal | None
     """The run's log files; None on all processes but the main one."""
-    sample_budget: SampleBudget
+    sample_budget: SamplingTimeBudget
     early_stop: EarlyStop = field(default_factory=EarlyStop)
 
     @property

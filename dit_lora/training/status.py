@@ -19,11 +19,11 @@ _MAX_STATE_LENGTH = len("interrupted")
 
 
 @contextmanager
-def status_noted(session: Session, recipe_file: str) -> Iterator[None]:
+def record_run_status(session: Session, recipe_file: str) -> Iterator[None]:
     """Write `running` to status.json; at the end `finished`, `interrupted`, `stopped` (by the guard) or `failed`.
 
     The recipe's file is named without its folder. A killed process leaves `running` and a lock that nobody holds
-    (`dit_lora.training.session.run_lock.is_live`).
+    (`dit_lora.training.session.run_lock.is_run_active`).
     """
     _write_status(session, recipe_file, "running")
     state = "failed"

@@ -71,7 +71,7 @@ class PendingMetrics:
             time.sleep(0.01)
         return True
 
-    def read(self) -> StepMetrics:
+    def read_gathered_metrics(self) -> StepMetrics:
         """Block until the metrics rows have arrived. Does not wait for work queued after them."""
         if self.arrival_event is not None:
             self.arrival_event.synchronize()

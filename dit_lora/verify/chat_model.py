@@ -46,7 +46,7 @@ class ChatReferenceModel(ReferenceModel):
         assert shape is not None
         # A conversation with one turn and no answer: the prompt that generation would start from.
         about = Conversation("output", "image", None, (Turn(input_spec["question"], ""),))
-        rendered = self.checkpoint.render(about, shape, (0.0,), include_answer=False)
+        rendered = self.checkpoint.tokenize_conversation(about, shape, (0.0,), include_answer=False)
         # (B, F, C, H, W): one sample with one frame.
         size = (1, 1, 3, shape.height, shape.width)
         pixels = torch.randint(0, 256, size, generator=make_generator(seed, "output", "pixels"))
@@ -55,7 +55,9 @@ class ChatReferenceModel(ReferenceModel):
         if rendered.instruction:
             batch["instruction_ids"] = torch.tensor([rendered.instruction])
             batch["instruction_mask"] = torch.ones_like(batch["instruction_ids"])
-        inputs_of_model = self.checkpoint.inputs({name: tensor.to(device) for name, tensor in batch.items()})
+        inputs_of_model = self.checkpoint.build_model_inputs(
+            {name: tensor.to(device) for name, tensor in batch.items()}
+        )
         # Only the last positions: all logits of a long prompt would be large, and the last depend on all tokens.
         logits: torch.Tensor = model(**inputs_of_model).logits[:, -_NUM_POSITIONS:]
         return logits

@@ -9,7 +9,7 @@ import torch
 from peft.utils.other import get_pattern_key
 
 from dit_lora.adapters.kinds import compute_scaling, get_adapter_kind, get_alpha
-from dit_lora.adapters.patterns import require_bounded_patterns
+from dit_lora.adapters.patterns import require_bounded_regex_patterns
 from dit_lora.adapters.update_norms import EXTREME_UPDATE_RATIO, STRONG_UPDATE_RATIO, LoadedLayer, ModuleUpdate
 from dit_lora.errors import format_list
 from dit_lora.numerics.adapter_tensors import get_layer_name
@@ -21,7 +21,7 @@ PATTERN_KEYS = ("rank_pattern", "alpha_pattern")
 
 
 @dataclass(frozen=True)
-class Check:
+class VerificationCheck:
     """The outcome of one check of a verification."""
 
     passed: bool
@@ -31,21 +31,21 @@ class Check:
         return {"passed": self.passed, "words": self.message}
 
 
-def check_finite(problems: Sequence[str], num_tensors: int) -> Check:
+def check_finite(problems: Sequence[str], num_tensors: int) -> VerificationCheck:
     """Check that no tensor has NaN or Inf. `problems` describes those that do, of `num_tensors` tensors."""
     if problems:
         summary = "not finite; use an earlier checkpoint, or train again:"
-        return Check(False, format_list(summary, problems))
-    return Check(True, f"all {num_tensors} tensors are finite")
+        return VerificationCheck(False, format_list(summary, problems))
+    return VerificationCheck(True, f"all {num_tensors} tensors are finite")
 
 
-def check_keys(
+def check_tensor_names(
     loader_name: str,
     file_tensors: Tensors,
     loaded_tensors: Tensors,
     target_layers: Sequence[str],
     base_weights: Sequence[str],
-) -> Check:
+) -> VerificationCheck:
     """Check that every tensor of the file was loaded, and that none is missing.
 
     Args:
@@ -78,12 +78,14 @@ def check_keys(
     ]
     if problems:
         summary = f"{loader_name} does not load the file as it is; use the file as the run wrote it"
-        return Check(False, format_list(summary, problems))
+        return VerificationCheck(False, format_list(summary, problems))
     if not file_tensors:
-        return Check(True, f"{loader_name} loads all {len(base_weights)} base weights; there is no adapter")
+        return VerificationCheck(
+            True, f"{loader_name} loads all {len(base_weights)} base weights; there is no adapter"
+        )
     base_note = f", and {len(base_weights)} base weights" if base_weights else ""
     counts = f"{len(file_tensors)} tensors of {len(modules)} modules{base_note}"
-    return Check(True, f"{loader_name} loads all {counts}")
+    return VerificationCheck(True, f"{loader_name} loads all {counts}")
 
 
 def _is_same_tensor(file_tensor: torch.Tensor, loaded_tensor: torch.Tensor) -> bool:
@@ -106,7 +108,7 @@ def check_adapter_effect(
     base_changes: Sequence[ModuleUpdate] = (),
     *,
     allow_extreme: bool = False,
-) -> Check:
+) -> VerificationCheck:
     """Check that at least one adapter update is larger than rounding error, and none is far larger than its weight.
 
     Modules with a strange size are named.
@@ -126,16 +128,16 @@ def check_adapter_effect(
             "nothing of the base is left, as after too high a learning rate; use an earlier checkpoint, or accept it "
             "with guard.allow_extreme_update=true (dit-lora verify --allow-extreme-update):"
         )
-        return Check(False, format_list(summary, _describe_relative_sizes(extreme)))
+        return VerificationCheck(False, format_list(summary, _describe_relative_sizes(extreme)))
     if not updates:
-        return Check(True, f"no adapter: {len(base_weights)} base weights were trained in full")
+        return VerificationCheck(True, f"no adapter: {len(base_weights)} base weights were trained in full")
     # Single dead modules are a note; all of them dead is a failure.
-    dead = [update for update in updates if update.is_lost]
+    dead = [update for update in updates if update.is_lost_to_rounding]
     if len(dead) == len(updates):
         # `relative_norm` is None where the weight's norm is unknown.
         max_share = max(update.relative_norm or 0.0 for update in updates)
         are = f"lost in rounding (at most {format_percent(max_share)} of their weights)" if max_share else "zero"
-        return Check(
+        return VerificationCheck(
             False,
             f"the adapter has no effect: the updates of all {len(updates)} modules are {are}; no gradient reached it "
             "that the optimizer could follow, or it was saved before it trained",
@@ -155,7 +157,7 @@ def check_adapter_effect(
             "rate, or load the adapter at a lower weight:"
         )
         lines.append(format_list(summary, _describe_relative_sizes(strong)))
-    return Check(True, "\n".join(lines))
+    return VerificationCheck(True, "\n".join(lines))
 
 
 def _describe_relative_sizes(updates: Sequence[ModuleUpdate]) -> list[str]:
@@ -179,7 +181,7 @@ def check_scale(
     layers: Mapping[str, LoadedLayer],
     ranks: Mapping[str, tuple[int, int]],
     metadata: Mapping[str, Any],
-) -> Check:
+) -> VerificationCheck:
     """Check that rank and alpha agree in the header, the tensors, the loaded layers and the training metadata.
 
     Args:
@@ -189,14 +191,14 @@ def check_scale(
         metadata: The training metadata.
     """
     if not ranks and not layers:
-        return Check(True, "no adapter, and so no rank and no alpha")
+        return VerificationCheck(True, "no adapter, and so no rank and no alpha")
     # An orthogonal rotation has blocks instead of rank and alpha, and no scale.
     if get_adapter_kind(config) == "oft":
         # PEFT's name for the block size in the header, ours in the training metadata.
         size, trained = (config or {}).get("oft_block_size"), metadata.get("block_size")
         if trained and size != trained:
-            return Check(False, f"blocks of {size} in the header, and {trained} was trained")
-        return Check(True, f"{len(layers)} rotations in blocks of up to {size}, which have no scale")
+            return VerificationCheck(False, f"blocks of {size} in the header, and {trained} was trained")
+        return VerificationCheck(True, f"{len(layers)} rotations in blocks of up to {size}, which have no scale")
     problems = [f"{name}: lora_A has rank {a}, lora_B {b}" for name, (a, b) in ranks.items() if a != b]
     # With a rank pattern, ranks differ by layer: `_find_training_differences` compares the loaded layers with it.
     if config and not config.get("rank_pattern"):
@@ -207,16 +209,16 @@ def check_scale(
     scales = sorted({layer.scaling for layer in layers.values()})
     if problems:
         summary = "rank and alpha do not agree; restore the file that the run wrote"
-        return Check(False, format_list(summary, problems))
+        return VerificationCheck(False, format_list(summary, problems))
     if not layers:
-        return Check(True, "the loaded layers' scale is not known: the file was not loaded")
+        return VerificationCheck(True, "the loaded layers' scale is not known: the file was not loaded")
     all_scales = ", ".join(f"{value:g}" for value in scales)
     # Layers may differ in rank; the message names at most three combinations.
     pairs = sorted({(layer.rank, layer.alpha) for layer in layers.values()})
     rank_text = "; ".join(f"rank {rank}, alpha {alpha:g}" for rank, alpha in pairs[:3])
     sources = [name for name, value in (("header", config), ("metadata", metadata.get("rank"))) if value]
     source = f"as in the {' and '.join(sources)}" if sources else f"{NOT_RECORDED}, so alpha equals rank"
-    return Check(True, f"{rank_text}, {source}; updates are scaled by {all_scales}")
+    return VerificationCheck(True, f"{rank_text}, {source}; updates are scaled by {all_scales}")
 
 
 def _find_training_differences(
@@ -233,7 +235,7 @@ def _find_training_differences(
         problems.append(f"rank {config.get('r')} in the header, but {rank} was trained")
     if config and get_alpha(config) != alpha:
         problems.append(f"alpha {get_alpha(config)} in the header, but {alpha} was trained")
-    require_bounded_patterns({key: metadata.get(key) for key in PATTERN_KEYS}, "the adapter's header")
+    require_bounded_regex_patterns({key: metadata.get(key) for key in PATTERN_KEYS}, "the adapter's header")
     # Patterns map layer names, or regular expressions, to a rank or alpha other than the usual one.
     ranks, alphas = (metadata.get(key) or {} for key in PATTERN_KEYS)
     # A set: hundreds of layers with one wrong scale give one message.

@@ -62,7 +62,7 @@ class DiffusionReferenceModel(ReferenceModel):
             max_side = _MAX_SIDE_PATCHES * self.checkpoint.info.size_multiple
             small = VideoShape(shape.frames, min(shape.height, max_side), min(shape.width, max_side))
             if self.checkpoint.info.unsupported_reason(small) is None:
-                video = _shrink_spec(video, shape, small)
+                video = _downscale_latent_spec(video, shape, small)
         tensors = {}
         for name, (size, dtype) in {**video, **clips.text_spec}.items():
             # The model's output does not depend on the loss mask.
@@ -80,7 +80,7 @@ class DiffusionReferenceModel(ReferenceModel):
         # Only the batch's shapes decide about the random values, so any batch of these shapes will do.
         batch = {name: _sample_tensor(name, spec, SEED, torch.float32) for name, spec in tensors.items()}
         streams = RandomStreams(SEED, [SEED])
-        values = {name: draw(streams(name)) for name, draw in self.checkpoint.draw_functions(batch).items()}
+        values = {name: draw(streams(name)) for name, draw in self.checkpoint.get_random_input_samplers(batch).items()}
         scalars = {}
         for name, value in values.items():
             if value.numel() == 1:
@@ -123,10 +123,10 @@ class DiffusionReferenceModel(ReferenceModel):
         Raises what Diffusers, PEFT and PyTorch raise for files that do not fit.
         """
         load_with_pipeline_loader(allow_quantized_layers(self._build_pipeline(model)), file)
-        self._require_all_loaded(model, file)
+        self._require_all_layers_loaded(model, file)
         return model
 
-    def _require_all_loaded(self, model: nn.Module, file: Path) -> None:
+    def _require_all_layers_loaded(self, model: nn.Module, file: Path) -> None:
         """Raise `DitLoraError` with layers that the stock loader drops, or scales differently than the file says.
 
         Its converters do not support every layer and every alpha of other programs' formats.
@@ -210,7 +210,7 @@ def _describe_difference(model: nn.Module, name: str, stored_layer: StoredLayer)
     return f"{name}: differs by {gap:.0%}" if gap > _MAX_ROUNDING_ERROR else None
 
 
-def _shrink_spec(spec: Spec, shape: VideoShape, small_shape: VideoShape) -> Spec:
+def _downscale_latent_spec(spec: Spec, shape: VideoShape, small_shape: VideoShape) -> Spec:
     """Input description whose latents' height and width are scaled down in the proportion of the pixel sizes."""
     # Height and width of the latents. Every tensor that ends with this size is scaled.
     latents = spec["latent_mean"][0][-2:]

@@ -72,7 +72,7 @@ class ResultSource:
         return base if base.family else base.model_copy(update={"family": detect_family(base)})
 
 
-def find_source(target: Path, filenames: Sequence[str] = DIFFUSERS_FILENAMES) -> ResultSource:
+def find_result_source(target: Path, filenames: Sequence[str] = DIFFUSERS_FILENAMES) -> ResultSource:
     """Find the adapter or the pipeline at this path. It is a run's folder, an adapter's folder, or an adapter's file.
 
     Args:
@@ -88,10 +88,10 @@ def find_source(target: Path, filenames: Sequence[str] = DIFFUSERS_FILENAMES) ->
         record = pipeline / RUN_METADATA_FILE
         metadata = dict(read_typed_json(record, RunMetadata)) if record.is_file() else {}
         return ResultSource(target, pipeline, metadata, is_pipeline=True)
-    file = _find_file(target, filenames)
+    file = _find_result_file(target, filenames)
     if file is None:
         # Some kinds of adapters of diffusion models are stored in PEFT's format only.
-        peft_file = _find_file(target, (SAFETENSORS_WEIGHTS_NAME,))
+        peft_file = _find_result_file(target, (SAFETENSORS_WEIGHTS_NAME,))
         if peft_file is not None and is_in_peft_format(peft_file):
             is_diffusion = read_run_metadata(peft_file).get("family", "") in DIFFUSION_FAMILIES
             file = peft_file if is_diffusion else None
@@ -115,7 +115,7 @@ def find_pipeline_folder(target: Path) -> Path | None:
     return next(folders, None)
 
 
-def _find_file(target: Path, filenames: Sequence[str]) -> Path | None:
+def _find_result_file(target: Path, filenames: Sequence[str]) -> Path | None:
     """The first file with one of these names in a run's or adapter's folder, or the target if it is a file."""
     candidates = [target, *(folder / n for folder in (target, target / "adapter") for n in filenames)]
     return next((path for path in candidates if path.is_file()), None)
@@ -126,20 +126,20 @@ def _read_checkpoint_metadata(file: Path) -> dict[str, Any]:
     if file.name != WEIGHTS_FILE or not file.with_name(STATE_FILE).is_file():
         return {}
     # RUN/checkpoints/step_N/file: the run's folder is two levels above the file's.
-    saved = _find_file(file.absolute().parents[2], ADAPTER_FILENAMES)
+    saved = _find_result_file(file.absolute().parents[2], ADAPTER_FILENAMES)
     metadata = read_run_metadata(saved) if saved else {}
     # Drop the recorded output: it belongs to the last step.
     applicable = {key: value for key, value in metadata.items() if key != "output"}
     return applicable | ({"steps": int(file.parent.name.removeprefix("step_"))} if applicable else {})
 
 
-def is_chat(target: Path, model: str | None) -> bool:
+def is_chat_result(target: Path, model: str | None) -> bool:
     """True if the result at a path is a chat model's, by the run's recipe, the adapter's header, or PEFT's config."""
     # Not a local path, or a diffusion pipeline.
     if not target.exists() or find_pipeline_folder(target):
         return False
     # Base weights without an adapter are a result too.
-    file = _find_file(target, ADAPTER_FILENAMES) or _find_file(target, (BASE_FILE,))
+    file = _find_result_file(target, ADAPTER_FILENAMES) or _find_result_file(target, (BASE_FILE,))
     if file is None:
         base = read_run_model(target, None)
         return base.family in CHAT_FAMILIES if base else (target / "config.json").is_file()

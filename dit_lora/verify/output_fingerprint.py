@@ -15,13 +15,13 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from dit_lora.adapters.attach import find_tuner_layers
-from dit_lora.adapters.start import has_start
+from dit_lora.adapters.start import has_weight_initialized_adapter
 from dit_lora.guard.fallbacks import COMPILE, Fallback, disable_compile, list_model_fallbacks
 from dit_lora.numerics.eval_mode import use_eval_mode
-from dit_lora.numerics.memory import unify_out_of_memory_errors
+from dit_lora.numerics.memory import convert_to_out_of_memory_error
 from dit_lora.numerics.tolerances import compute_rounding_tolerance
 from dit_lora.numerics.transformer_blocks import repeated_blocks
-from dit_lora.verify.checks import Check, format_percent
+from dit_lora.verify.checks import VerificationCheck, format_percent
 from dit_lora.verify.reference_model import SEED, InputSpec, ReferenceModel
 
 NUM_VALUES = 128
@@ -62,7 +62,9 @@ def record_output(
             # At a run's end, the check of the base has just computed it with the same weights and inputs.
             if base_record is None:
                 with disable_adapters(model):
-                    base_record = _sample_values(_compute_output(reference_model, model, input_spec, SEED, dtype))
+                    base_record = _sample_output_values(
+                        _compute_output(reference_model, model, input_spec, SEED, dtype)
+                    )
             output_record["base"] = {name: base_record[name] for name in ("values", "norm")}
         if not is_finite(output_record) or not is_finite(output_record.get("base", output_record)):
             is_base_finite = "base" in output_record and is_finite(output_record["base"])
@@ -72,11 +74,13 @@ def record_output(
         effect = compute_distance(output_record, output_record["base"]) if "base" in output_record else 1.0
         # If the effect is tiny, a missing adapter would not be noticed: record it with its scale raised, too.
         # Not for an adapter that subtracts its initial value: the rounding error of that difference would grow too.
-        if effect < _FAR * compute_tolerance(output_record, model, dtype) and not has_start(model):
+        if effect < _FAR * compute_tolerance(output_record, model, dtype) and not has_weight_initialized_adapter(
+            model
+        ):
             # Three digits are enough, and the value is written to the header.
             times = float(f"{min(_MOST, _WANTED / effect) if effect else _MOST:.3g}")
             with _scale_adapters(model, times):
-                louder = _sample_values(_compute_output(reference_model, model, input_spec, SEED, dtype))
+                louder = _sample_output_values(_compute_output(reference_model, model, input_spec, SEED, dtype))
             if is_finite(louder):
                 output_record["louder"] = {"times": times, **louder}
     return output_record
@@ -98,7 +102,7 @@ def compute_output_record(
         "blocks": len(repeated_blocks(model)),
         "inputs": dict(input_spec),
         "shape": list(output.shape),
-        **_sample_values(output),
+        **_sample_output_values(output),
     }
 
 
@@ -134,7 +138,7 @@ def compare_output(
     *,
     shares_weights: bool = False,
     digest: str | None = None,
-) -> Check:
+) -> VerificationCheck:
     """Compare a loaded model's output with the recorded one.
 
     What the recording run could not record, or found wrong, is a failure. Files of earlier versions do not have the
@@ -151,17 +155,17 @@ def compare_output(
         digest: Digest of the base's files at training time.
     """
     if FAILURE in output_record:
-        return Check(False, output_record[FAILURE])
+        return VerificationCheck(False, output_record[FAILURE])
     if NOT_RECORDED in output_record:
-        return Check(False, f"not recorded in training: {output_record[NOT_RECORDED]}")
+        return VerificationCheck(False, f"not recorded in training: {output_record[NOT_RECORDED]}")
     inputs, seed = output_record["inputs"], output_record["seed"]
     output = _compute_output(reference_model, model, inputs, seed, dtype)
-    current_record = _sample_values(output)
+    current_record = _sample_output_values(output)
     if not is_finite(current_record):
-        return Check(False, "the output of the model with the adapter is not finite")
+        return VerificationCheck(False, "the output of the model with the adapter is not finite")
     if list(output.shape) != output_record["shape"]:
         shapes = f"{list(output.shape)}, and was {output_record['shape']}"
-        return Check(False, f"the output has the shape {shapes}: the base is not {base_name}")
+        return VerificationCheck(False, f"the output has the shape {shapes}: the base is not {base_name}")
     limit = compute_tolerance(output_record, model, dtype)
     allowed = f"{_describe_dtypes(output_record, model, dtype)}; rounding explains up to {format_percent(limit)}"
     away = compute_distance(current_record, output_record)
@@ -169,14 +173,14 @@ def compare_output(
         return _check_without_adapter(away, limit, allowed, base_name)
     with disable_adapters(model):
         base_output = _compute_output(reference_model, model, inputs, seed, dtype)
-        base = compute_distance(_sample_values(base_output), output_record["base"])
+        base = compute_distance(_sample_output_values(base_output), output_record["base"])
     # Compare the base first: with a wrong base any adapter would look wrong.
     if not base <= limit:  # so that NaN fails too
         distance = f"{format_percent(base)} from the one recorded in training ({allowed})"
         text = f"without the adapter its output is {distance}"
         if shares_weights:
-            return Check(False, f"the run's model is not the stock model: {text}, {_MODEL_MODIFIED}")
-        return _check_unequal_base(reference_model, inputs, base_name, digest, text)
+            return VerificationCheck(False, f"the run's model is not the stock model: {text}, {_MODEL_MODIFIED}")
+        return _check_output_of_other_base(reference_model, inputs, base_name, digest, text)
     effects = [compute_distance(output_record, output_record["base"])]
     text = f"{format_percent(away)} from the output recorded in training ({allowed}); the adapter "
     text += f"changes this output by {format_percent(effects[0])}"
@@ -184,13 +188,13 @@ def compare_output(
         louder = output_record["louder"]
         with _scale_adapters(model, louder["times"]):
             louder_output = _compute_output(reference_model, model, inputs, seed, dtype)
-        scaled_distance = compute_distance(_sample_values(louder_output), louder)
+        scaled_distance = compute_distance(_sample_output_values(louder_output), louder)
         away = max(away, scaled_distance)
         effects.append(compute_distance(louder, output_record["base"]))
         text += f"; at {louder['times']:g} times its scale, by {format_percent(effects[1])}, "
         text += f"{format_percent(scaled_distance)} from what was recorded"
     if away > limit:
-        return Check(
+        return VerificationCheck(
             False,
             f"the adapter does not act as trained: the base's output is as recorded, with the adapter it is {text}; "
             "restore the file that the run wrote",
@@ -200,12 +204,12 @@ def compare_output(
         text += (
             ", too little to distinguish from rounding: the base is right, the effect of the adapter is not checked"
         )
-    return Check(True, f"as trained: {text}")
+    return VerificationCheck(True, f"as trained: {text}")
 
 
-def _check_unequal_base(
+def _check_output_of_other_base(
     reference_model: ReferenceModel, inputs: Any, base_name: str, digest: str | None, difference: str
-) -> Check:
+) -> VerificationCheck:
     """Check result for a base whose output differs: passed only if the noise level is unknown and digests are equal.
 
     `difference` describes by how much the outputs differ, for the message.
@@ -213,19 +217,21 @@ def _check_unequal_base(
     has_all_inputs = reference_model.has_all_inputs(inputs)
     if not has_all_inputs and digest == reference_model.compute_digest():
         text = f"the base's files have the digest of {base_name}"
-        return Check(True, f"not compared: {_UNKNOWN_NOISE_LEVEL}; {text}")
+        return VerificationCheck(True, f"not compared: {_UNKNOWN_NOISE_LEVEL}; {text}")
     remedy = f"give the checkpoint that it was trained on, {base_name}, with --model"
     if not has_all_inputs:
         remedy += f". Or {_UNKNOWN_NOISE_LEVEL}, and the digest of the base's files has changed"
-    return Check(False, f"the base differs: {difference}; {remedy}")
+    return VerificationCheck(False, f"the base differs: {difference}; {remedy}")
 
 
-def _check_without_adapter(output_distance: float, limit: float, tolerance_text: str, base_name: str) -> Check:
+def _check_without_adapter(
+    output_distance: float, limit: float, tolerance_text: str, base_name: str
+) -> VerificationCheck:
     """Check the output of a result without an adapter to turn off. The base cannot be compared separately."""
     text = f"{format_percent(output_distance)} from the output recorded in training ({tolerance_text})"
     if output_distance <= limit:
-        return Check(True, f"as trained: {text}")
-    return Check(
+        return VerificationCheck(True, f"as trained: {text}")
+    return VerificationCheck(
         False,
         f"differs: {text}: the weights, or the base that they are loaded into, are not those of {base_name}; copy the "
         "result again, or give the base with --model",
@@ -236,7 +242,7 @@ def _compute_output(
     reference_model: ReferenceModel, model: nn.Module, input_spec: InputSpec, seed: int, dtype: torch.dtype
 ) -> torch.Tensor:
     # Eager: the stock model that this is compared with later is not compiled.
-    with use_eval_mode(model), disable_compile(model), unify_out_of_memory_errors():
+    with use_eval_mode(model), disable_compile(model), convert_to_out_of_memory_error():
         return reference_model.compute_output(model, input_spec, seed, dtype)
 
 
@@ -278,7 +284,7 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _sample_values(output: torch.Tensor) -> dict[str, Any]:
+def _sample_output_values(output: torch.Tensor) -> dict[str, Any]:
     """Values of the flattened output at equal distances, and its norm; 7 digits each."""
     # Recorded in fp32, whichever dtype the model computes in.
     flat = output.detach().float().flatten()

@@ -8,7 +8,7 @@ import torch
 from dit_lora.environment.safetensors_files import open_safetensors
 from dit_lora.errors import format_list
 from dit_lora.numerics.finite import describe_bad_values
-from dit_lora.verify.checks import Check, check_finite
+from dit_lora.verify.checks import VerificationCheck, check_finite
 
 _NO_ADAPTER = "a whole model, without adapter"
 
@@ -18,7 +18,7 @@ def check_pipeline_files(
     expected: Mapping[str, torch.Tensor],
     loader_name: str,
     trained_tensors: Mapping[str, torch.Tensor] | None = None,
-) -> dict[str, Check]:
+) -> dict[str, VerificationCheck]:
     """The checks `keys` and `check_finite` of the files, and placeholders for `effect` and `scale`, which do not
     apply.
 
@@ -44,15 +44,17 @@ def check_pipeline_files(
                 fault = describe_bad_values(name, tensor)
                 bad += [fault] if fault else []
     misfits += [f"{name}: not in the files" for name in expected if name not in names_read]
-    keys = Check(True, f"{loader_name} loads all {len(names_read)} tensors of the transformer; none is missing")
+    keys = VerificationCheck(
+        True, f"{loader_name} loads all {len(names_read)} tensors of the transformer; none is missing"
+    )
     if misfits:
         summary = f"{loader_name} does not load the transformer as it is; use the folder as the run wrote it"
-        keys = Check(False, format_list(summary, misfits))
+        keys = VerificationCheck(False, format_list(summary, misfits))
     return {
         "keys": keys,
         "finite": check_finite(bad, len(names_read)),
-        "effect": Check(True, _NO_ADAPTER),
-        "scale": Check(True, f"{_NO_ADAPTER}: there is no rank and no alpha"),
+        "effect": VerificationCheck(True, _NO_ADAPTER),
+        "scale": VerificationCheck(True, f"{_NO_ADAPTER}: there is no rank and no alpha"),
     }
 
 

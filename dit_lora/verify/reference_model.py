@@ -9,7 +9,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 
-from dit_lora.families.without_weights import build_from_configs, restore_to_method
+from dit_lora.families.without_weights import build_from_configs, reenable_device_moves
 from dit_lora.numerics.dtensors import is_sharded
 from dit_lora.numerics.quantized_linear import QuantizedLinear
 
@@ -93,7 +93,7 @@ class ReferenceModel(ABC):
         # Parameters are created on meta, and no weight file is read.
         with init_empty_weights(), build_from_configs():
             model = self.load_model(dtype)
-        return restore_to_method(model)
+        return reenable_device_moves(model)
 
     @abstractmethod
     def load_adapter(self, model: nn.Module, file: Path) -> nn.Module:

@@ -55,10 +55,10 @@ def require_file_unchanged(file: Path, message_prefix: str) -> None:
     """
     folder = file.absolute().parent
     if folder.name == "adapter":
-        require_unchanged(folder.parent, message_prefix)
+        require_result_unchanged(folder.parent, message_prefix)
 
 
-def require_unchanged(run: Path, message_prefix: str) -> None:
+def require_result_unchanged(run: Path, message_prefix: str) -> None:
     """Raise `CheckFailedError`, in one line, if a file of a run's result changed since it was verified.
 
     `message_prefix` is the beginning of the message.

@@ -1,6 +1,6 @@
 """Implements `dit-lora verify`: loads a saved result with its own library and runs five checks on it.
 
-`check_keys`, `check_finite`, `check_adapter_effect`, `check_scale`, `check_output`; docs/verify.md says what each
+`check_tensor_names`, `check_finite`, `check_adapter_effect`, `check_scale`, `check_output`; docs/verify.md says what each
 compares. A run verifies its result when it ends, with the frozen weights that it already has in memory, after a check
 that they are unchanged.
 """
@@ -23,7 +23,7 @@ from torch import nn
 from dit_lora.adapters.attach import get_adapter_state
 from dit_lora.adapters.diffusers_format import BASE_FILE
 from dit_lora.adapters.kinds import get_adapter_kind
-from dit_lora.adapters.patterns import read_peft_config, require_bounded_patterns
+from dit_lora.adapters.patterns import read_peft_config, require_bounded_regex_patterns
 from dit_lora.adapters.update_norms import (
     LoadedLayer,
     ModuleUpdate,
@@ -31,14 +31,20 @@ from dit_lora.adapters.update_norms import (
     compute_module_updates,
     compute_weight_norms,
     list_loaded_layers,
-    measure_updates,
+    measure_adapter_updates,
 )
 from dit_lora.environment.safetensors_files import UnreadableFileError, read_header, read_metadata, read_tensors
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.numerics.adapter_tensors import is_adapter_tensor
 from dit_lora.numerics.finite import describe_nonfinite_tensors
 from dit_lora.parsing import parse_json
-from dit_lora.verify.checks import Check, check_adapter_effect, check_finite, check_keys, check_scale
+from dit_lora.verify.checks import (
+    VerificationCheck,
+    check_adapter_effect,
+    check_finite,
+    check_scale,
+    check_tensor_names,
+)
 from dit_lora.verify.output_fingerprint import FAILURE, NOT_RECORDED, compare_output
 from dit_lora.verify.reference_model import ReferenceModel
 
@@ -55,7 +61,7 @@ class Verification:
 
     adapter: str
     base_model: str
-    checks: Mapping[str, Check]
+    checks: Mapping[str, VerificationCheck]
     modules: Sequence[ModuleUpdate] = ()
     files: Mapping[str, str] = field(default_factory=dict)
     """SHA-256 of the result's files when they were checked, by path in the run's folder; empty outside a run."""
@@ -78,7 +84,7 @@ class Verification:
             "base_model": self.base_model,
             "passed": self.passed,
             "checks": {name: check.to_dict() for name, check in self.checks.items()},
-            "modules": [module.record() for module in self.modules],
+            "modules": [module.to_json_record() for module in self.modules],
             **({"files": dict(self.files)} if self.files else {}),
         }
 
@@ -147,18 +153,18 @@ class VerificationTarget:
         text = read_metadata(self.file).get("lora_adapter_metadata")
         metadata = parse_json(text) if text else {}
         adapter_config = {name.removeprefix("transformer."): value for name, value in metadata.items()}
-        require_bounded_patterns(adapter_config, self.file)
+        require_bounded_regex_patterns(adapter_config, self.file)
         return adapter_config or None
 
-    def check_output(self, model: nn.Module, dtype: torch.dtype) -> Check:
+    def check_output(self, model: nn.Module, dtype: torch.dtype) -> VerificationCheck:
         """Compare the output of the model that has the result loaded with the recorded output."""
         # The run wrote this into the header when it saved the adapter.
         output_record = self.metadata.get("output")
         if output_record is None:
-            return Check(True, "not recorded in training: the file has no output to compare")
+            return VerificationCheck(True, "not recorded in training: the file has no output to compare")
         # A recorded failure is reported even if the comparison has to wait.
         if self.skip_output_reason and not {NOT_RECORDED, FAILURE} & output_record.keys():
-            return Check(True, f"not compared: {self.skip_output_reason}")
+            return VerificationCheck(True, f"not compared: {self.skip_output_reason}")
         base_model = self.metadata.get("base_model") or "the checkpoint that it was trained on"
         try:
             shared, digest = self.shares_weights, self.metadata.get("transformer_digest")
@@ -168,15 +174,15 @@ class VerificationTarget:
         # The run may fill the GPU. That says nothing about the result, so the check passes with a note.
         except torch.OutOfMemoryError:
             device = next(model.parameters()).device
-            return Check(True, f"not compared: a forward pass does not fit the memory of {device}")
+            return VerificationCheck(True, f"not compared: a forward pass does not fit the memory of {device}")
 
 
 def check_pipeline(
-    result: VerificationTarget, checks: Mapping[str, Check], load_model: Callable[[], nn.Module]
+    result: VerificationTarget, checks: Mapping[str, VerificationCheck], load_model: Callable[[], nn.Module]
 ) -> Verification:
     """Verify a full pipeline: the output is compared if the other checks passed."""
     # A forward pass with damaged weights would fail or mislead.
-    output = Check(False, "not compared: the files do not hold what they should")
+    output = VerificationCheck(False, "not compared: the files do not hold what they should")
     if all(check.passed for check in checks.values()):
         fresh = load_model()
         output = result.check_output(fresh, next(fresh.parameters()).dtype)
@@ -194,27 +200,27 @@ def check_adapter(result: VerificationTarget, new_model: nn.Module) -> Verificat
         # The library does not accept the format. Without its names only the values can be checked.
         tensors = read_tensors(result.file)
         checks = {
-            "keys": Check(False, str(error)),
+            "keys": VerificationCheck(False, str(error)),
             "finite": check_finite(describe_nonfinite_tensors([*tensors.items()]), len(tensors)),
-            **dict.fromkeys(("effect", "scale", "output"), Check(False, _NOT_LOADED)),
+            **dict.fromkeys(("effect", "scale", "output"), VerificationCheck(False, _NOT_LOADED)),
         }
         return Verification(result.name, result.base_name, checks)
     # Before the adapter is loaded, which renames the layers that it wraps.
     expected = _find_expected_layers(config, new_model)
     layers: Mapping[str, LoadedLayer] = {}
     updates: list[ModuleUpdate] = []
-    effects = output = Check(False, _NOT_LOADED)
+    effects = output = VerificationCheck(False, _NOT_LOADED)
     # Loads the adapter into the fresh model, which has PEFT's layers from here on.
     key_check = _try_loading(result, new_model)
     if key_check is None:
         # The first adapter is the only one, because the model is fresh; base weights alone attach none.
         adapters = getattr(new_model, "peft_config", None)
         loaded_tensors = get_adapter_state(new_model, next(iter(adapters))) if adapters else {}
-        key_check = check_keys(result.reference_model.name, file_tensors, loaded_tensors, expected, [*base])
+        key_check = check_tensor_names(result.reference_model.name, file_tensors, loaded_tensors, expected, [*base])
         layers = list_loaded_layers(new_model)
     # Without loaded layers there is no scale, and so no update to measure.
     if layers or not file_tensors:
-        updates, effects = _measure_effect(result, new_model, file_tensors, base, layers)
+        updates, effects = _measure_adapter_effect(result, new_model, file_tensors, base, layers)
     # With missing or foreign tensors the output differs in any case.
     if key_check.passed:
         output = result.check_output(new_model, result.dtype)
@@ -229,13 +235,13 @@ def check_adapter(result: VerificationTarget, new_model: nn.Module) -> Verificat
     return Verification(result.name, result.base_name, checks, updates)
 
 
-def _measure_effect(
+def _measure_adapter_effect(
     result: VerificationTarget,
     new_model: nn.Module,
     file_tensors: Mapping[str, torch.Tensor],
     base_weights: Mapping[str, torch.Tensor],
     layers: Mapping[str, LoadedLayer],
-) -> tuple[list[ModuleUpdate], Check]:
+) -> tuple[list[ModuleUpdate], VerificationCheck]:
     files = result.reference_model.list_weight_files()
     # Weights on the meta device are read from the checkpoint's files.
     norms, changes = compute_weight_norms(new_model, files), compute_base_updates(base_weights, files)
@@ -243,18 +249,20 @@ def _measure_effect(
     is_lora = get_adapter_kind(result.read_config()) == "lora" and not is_dora
     # A LoRA's update only depends on the file. Other kinds need a loaded layer with its weight.
     if not is_lora and any(p.is_meta for n, p in new_model.named_parameters() if is_adapter_tensor(n)):
-        return [], Check(True, f"not measured: {result.skip_output_reason}")
-    updates = compute_module_updates(file_tensors, layers, norms) if is_lora else measure_updates(new_model, norms)
+        return [], VerificationCheck(True, f"not measured: {result.skip_output_reason}")
+    updates = (
+        compute_module_updates(file_tensors, layers, norms) if is_lora else measure_adapter_updates(new_model, norms)
+    )
     return updates, check_adapter_effect(updates, [*base_weights], changes, allow_extreme=result.allow_extreme)
 
 
-def _try_loading(result: VerificationTarget, new_model: nn.Module) -> Check | None:
-    """Load the result as users do. Returns a failed check `check_keys` if its library rejects it, else None.
+def _try_loading(result: VerificationTarget, new_model: nn.Module) -> VerificationCheck | None:
+    """Load the result as users do. Returns a failed check `check_tensor_names` if its library rejects it, else None.
 
     The library's warnings are hidden, because the checks report the same.
     """
     try:
-        with _silence_libraries():
+        with _suppress_library_warnings():
             result.reference_model.load_adapter(new_model, result.file)
     except _LOAD_ERRORS as error:
         trained_on = result.metadata.get("base_model")
@@ -262,12 +270,14 @@ def _try_loading(result: VerificationTarget, new_model: nn.Module) -> Check | No
         # The library's own lines become the list of the message.
         first_line, *other_lines = (str(error).strip() or type(error).__name__).splitlines()
         message = f"{result.reference_model.name} refuses the file on this base{hint}: {first_line.strip()}"
-        return Check(False, format_list(message, [line.strip().removeprefix("- ") for line in other_lines]))
+        return VerificationCheck(
+            False, format_list(message, [line.strip().removeprefix("- ") for line in other_lines])
+        )
     return None
 
 
 @contextmanager
-def fail_if_unreadable() -> Iterator[None]:
+def raise_check_failed_if_unreadable() -> Iterator[None]:
     """Turn an `UnreadableFileError` in the context into a `CheckFailedError`: such a file does not pass."""
     try:
         yield
@@ -276,7 +286,7 @@ def fail_if_unreadable() -> Iterator[None]:
 
 
 @contextmanager
-def _silence_libraries() -> Iterator[None]:
+def _suppress_library_warnings() -> Iterator[None]:
     # The libraries warn about each missing key; the checks list them.
     loggers = [logging.getLogger(name) for name in ("diffusers", "transformers", "peft")]
     levels = [logger.level for logger in loggers]

@@ -21,8 +21,8 @@ from dit_lora.data.synthetic.scenes import (
     SHAPES,
     Scene,
     draw_scene,
+    list_balanced_scenes,
     render_scene,
-    spread_scenes,
     write_scenes,
 )
 
@@ -39,7 +39,7 @@ def test_the_judge_recognises_unseen_renders_of_every_kind():
 
 
 def test_the_judge_recognises_clips_that_were_written_as_h264(tmp_path):
-    scenes = spread_scenes("moon", 12)
+    scenes = list_balanced_scenes("moon", 12)
     paths = write_scenes(tmp_path, scenes, torch.Generator().manual_seed(3))
     videos = [read_frames(path, frames=9, height=64, width=64, fps=8).permute(0, 2, 3, 1).numpy() for path in paths]
     assert compare(scenes, np.stack(videos))["all"] >= 0.99
@@ -75,7 +75,7 @@ def test_the_judge_says_unclear_of_noise_and_of_an_empty_picture():
 
 
 def test_spread_scenes_show_each_attribute_about_equally_often():
-    scenes = spread_scenes("moon", 24)
+    scenes = list_balanced_scenes("moon", 24)
     assert len(set(scenes)) == 24
     for name, options in (("colour", COLOURS), ("motion", MOTIONS[:-1]), ("background", BACKGROUNDS[:-1])):
         counts = Counter(getattr(scene, name) for scene in scenes)
@@ -129,7 +129,7 @@ def test_the_script_of_diffusers_gets_the_demos_clips_settings_and_size(tmp_path
     source = tmp_path / "published.py"
     source.write_text(SCRIPT)
     script = write_script(source, tmp_path / "train_cogvideox_lora.py")
-    scenes = {"moons": spread_scenes("moon", 2), "known": spread_scenes("disc", 8)}
+    scenes = {"moons": list_balanced_scenes("moon", 2), "known": list_balanced_scenes("disc", 8)}
     for name, group in scenes.items():
         (tmp_path / name).mkdir()
         write_scenes(tmp_path / name, group, torch.Generator().manual_seed(0))

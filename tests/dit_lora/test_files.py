@@ -20,16 +20,16 @@ from dit_lora.errors import DitLoraError
 from dit_lora.files import (
     append_line,
     list_files,
-    open_regular,
-    read_inside,
+    open_regular_file,
+    overwrite_file_atomically,
+    read_file_inside_folder,
     read_json_lines,
-    replace_contents,
-    require_regular,
+    require_regular_files,
     set_shared_permissions,
-    stage_folder,
     write_atomically,
+    write_folder_atomically,
 )
-from dit_lora.models.videochat2.released import read_released
+from dit_lora.models.videochat2.released import read_released_weights
 
 
 def test_it_replaces_and_makes_folders(tmp_path: Path) -> None:
@@ -108,10 +108,10 @@ def test_a_users_file_keeps_its_permissions_and_a_new_one_has_those_of_the_umask
 ) -> None:
     before = os.umask(0o027)
     try:
-        replace_contents(tmp_path / "new", b"x")
-        replace_contents(tmp_path / "old", b"x")
+        overwrite_file_atomically(tmp_path / "new", b"x")
+        overwrite_file_atomically(tmp_path / "old", b"x")
         (tmp_path / "old").chmod(0o604)
-        replace_contents(tmp_path / "old", b"y")
+        overwrite_file_atomically(tmp_path / "old", b"y")
         for name in ("private", "shared"):
             (tmp_path / f"{name}.safetensors").touch()
         (tmp_path / "private.safetensors").chmod(0o600)
@@ -127,14 +127,14 @@ def test_a_users_file_keeps_its_permissions_and_a_new_one_has_those_of_the_umask
 def test_a_staged_folder_gets_its_name_only_when_complete(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "out"
     (tmp_path / "new" / ".out.partial" / "left_by_a_kill").mkdir(parents=True)
-    with stage_folder(folder) as staged:
+    with write_folder_atomically(folder) as staged:
         (staged / "file").write_text("first")
         assert not folder.exists()
-    with pytest.raises(FileNotFoundError), stage_folder(folder, replace=True) as staged:
+    with pytest.raises(FileNotFoundError), write_folder_atomically(folder, replace=True) as staged:
         (staged / "no_folder" / "file").write_text("second")
     assert [path.name for path in folder.iterdir()] == ["file"]
     assert (folder / "file").read_text() == "first"
-    with stage_folder(folder, replace=True) as staged:
+    with write_folder_atomically(folder, replace=True) as staged:
         (staged / "other").touch()
     assert [path.name for path in folder.parent.iterdir()] == ["out"]
     assert [path.name for path in folder.iterdir()] == ["other"]
@@ -150,9 +150,9 @@ def test_files_below_a_folder_are_opened_through_no_link(tmp_path: Path) -> None
     (folder / "file").symlink_to(outside / "file")
     (tmp_path / "named").symlink_to(folder)
     os.mkfifo(folder / "pipe")
-    assert read_inside(folder, folder / "a" / "file") == b"text"
+    assert read_file_inside_folder(folder, folder / "a" / "file") == b"text"
     # The folder itself is the user's to name.
-    assert read_inside(tmp_path / "named", tmp_path / "named" / "a" / "file") == b"text"
+    assert read_file_inside_folder(tmp_path / "named", tmp_path / "named" / "a" / "file") == b"text"
     for name, reason in {
         "link/file": "is a link",
         "file": "is a link",
@@ -161,13 +161,13 @@ def test_files_below_a_folder_are_opened_through_no_link(tmp_path: Path) -> None
         "a/../../outside/file": "not a file below",
     }.items():
         with pytest.raises(OSError, match=reason):
-            read_inside(folder, folder / name)
+            read_file_inside_folder(folder, folder / name)
     with pytest.raises(OSError, match="4 bytes, more than the limit of 3"):
-        read_inside(folder, folder / "a" / "file", 3)
+        read_file_inside_folder(folder, folder / "a" / "file", 3)
     with pytest.raises(OSError, match="not a regular file"):
-        open_regular(folder / "pipe")
+        open_regular_file(folder / "pipe")
     with pytest.raises(DitLoraError, match="pipe is not a regular file"):
-        require_regular(tmp_path)
+        require_regular_files(tmp_path)
 
 
 def test_links_are_not_followed_where_no_file_is_opened_relative_to_a_folder(
@@ -177,9 +177,9 @@ def test_links_are_not_followed_where_no_file_is_opened_relative_to_a_folder(
     (tmp_path / "run" / "a").mkdir(parents=True)
     (tmp_path / "run" / "a" / "file").write_bytes(b"text")
     (tmp_path / "run" / "link").symlink_to(tmp_path / "run" / "a")
-    assert read_inside(tmp_path / "run", tmp_path / "run" / "a" / "file") == b"text"
+    assert read_file_inside_folder(tmp_path / "run", tmp_path / "run" / "a" / "file") == b"text"
     with pytest.raises(OSError, match="is a link"):
-        read_inside(tmp_path / "run", tmp_path / "run" / "link" / "file")
+        read_file_inside_folder(tmp_path / "run", tmp_path / "run" / "link" / "file")
 
 
 def test_a_file_is_not_written_through_a_link_that_waits_for_it(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_folders_nested_without_end_are_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "read",
-    [load_recipe, read_launch_config, lambda path: list(read_records(path)), read_text, read_released],
+    [load_recipe, read_launch_config, lambda path: list(read_records(path)), read_text, read_released_weights],
     ids=["recipe", "Accelerate config", "annotations", "table", ".pth"],
 )
 def test_a_named_pipe_or_a_folder_in_place_of_a_users_file_is_one_line(

@@ -15,7 +15,7 @@ from dit_lora.adapters.groups import parameter_groups
 from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.data.chat.conversation import Conversation, ConversationKind, Turn
 from dit_lora.data.chat.rendered import RenderedConversation
-from dit_lora.data.chat.tensors import to_tensors
+from dit_lora.data.chat.tensors import conversation_to_tensors
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.families.chat_base import ChatCheckpoint, VisionSettings
 from dit_lora.families.family import ChatFamily
@@ -71,7 +71,7 @@ class ChatSubject(NamedTuple):
                 seconds = tuple((0.25 + 0.5 * number) * (1 + frame) for frame in range(shape.frames))
                 media["seconds"] = torch.tensor(seconds)
             conversation = Conversation(str(number), kind, None, turns)
-            rendered = self.checkpoint.render(conversation, shape, seconds, include_answer=answered)
+            rendered = self.checkpoint.tokenize_conversation(conversation, shape, seconds, include_answer=answered)
             rendered_samples.append(Sample(rendered, media))
         return rendered_samples
 
@@ -84,7 +84,7 @@ def open_chat(variant: str, path: Path) -> ChatSubject:
     return ChatSubject(
         variant,
         family,
-        opened_checkpoint.with_vision_settings(VisionSettings(3, side, side, tiles)),
+        opened_checkpoint.copy_with_vision_settings(VisionSettings(3, side, side, tiles)),
     )
 
 
@@ -101,7 +101,7 @@ def padded(samples: Sequence[Sample], *, extra: int = 0, pad: int = 0, device: s
     reads = any(sample.rendered.instruction for sample in samples)
     rows = [
         {
-            **to_tensors(
+            **conversation_to_tensors(
                 sample.rendered,
                 length=length,
                 num_answers=answers,

@@ -37,7 +37,9 @@ class Subject(NamedTuple):
 def open_subject(case: Case, path: Path) -> Subject:
     family = get_family(case.family)
     opened_checkpoint = family.open(ModelConfig(family=case.family, path=str(path), **case.model))
-    opened_checkpoint = opened_checkpoint.with_training_metadata({"reference_resolution": case.reference_resolution})
+    opened_checkpoint = opened_checkpoint.copy_with_training_metadata(
+        {"reference_resolution": case.reference_resolution}
+    )
     return Subject(case, family, opened_checkpoint, path)
 
 
@@ -108,7 +110,7 @@ def _encode(subject: Subject, shape: VideoShape, size: int) -> dict[str, torch.T
             references=tuple(pixels_of(image_size, generator) for image_size in sizes),
         )
         text = encoded_text(subject, encode_text, caption, sample.references, shape)
-        rows.append({**sample.encode(encode_video, shape), **text})
+        rows.append({**sample.encode_sample(encode_video, shape), **text})
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 

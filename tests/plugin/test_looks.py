@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from dit_lora.errors import DitLoraError
 from dit_lora.guard import Guard, LoopConfig, RecoveryConfig
 from dit_lora.guard.attach import monitoring
-from dit_lora.guard.attach.accelerator_adapter import Host
+from dit_lora.guard.attach.accelerator_adapter import LoopProcessContext
 from dit_lora.guard.attention_backends import AttentionCall, BackendParity
 from dit_lora.guard.fallbacks import preserve_attention_backends
 
@@ -221,7 +221,7 @@ def test_what_a_loop_is_not_able_to_look_at_is_refused(monkeypatch: pytest.Monke
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(DitLoraError, match="needs folder="):
         Guard.watch(model, optimizer, config=LoopConfig(monitor_every=5))
-    monkeypatch.setattr(Host, "uses_deepspeed", property(lambda host: True))
+    monkeypatch.setattr(LoopProcessContext, "uses_deepspeed", property(lambda host: True))
     with pytest.raises(DitLoraError, match="so preflight, spike_threshold is not available"):
         Guard.watch(model, optimizer, config=LoopConfig(preflight=True, spike_threshold=8))
 

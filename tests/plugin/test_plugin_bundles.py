@@ -13,11 +13,11 @@ from dit_lora.commands.replay import replay_bundle
 from dit_lora.errors import DitLoraError
 from dit_lora.guard import Guard, RecoveryConfig
 from dit_lora.guard.attach import bundles as plugin_bundles
-from dit_lora.guard.attach.bundles import pack_call, unpack_call
-from dit_lora.guard.attach.calls.call_tree import CallWriter
+from dit_lora.guard.attach.bundles import deserialize_model_call, serialize_model_call
+from dit_lora.guard.attach.calls.call_tree import CallSerializer
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
 from dit_lora.guard.attach.run_script import run_script
-from dit_lora.guard.repro_bundle import Bundle, read_bundle, write_bundle
+from dit_lora.guard.repro_bundle import Bundle, read_replay_bundle, write_replay_bundle
 
 CPU = torch.device("cpu")
 SCRIPT = """
@@ -92,11 +92,11 @@ def test_a_bundle_comes_to_its_verdict_in_the_script_which_takes_no_step(script:
 def test_the_call_is_made_with_the_weights_and_the_dropout_of_then(script: Path, bundle: Path) -> None:
     """The healthy rows have the losses of the weights after two steps."""
     (bundle.parent / "again").mkdir()
-    mended = read_bundle(bundle)
+    mended = read_replay_bundle(bundle)
     number = mended.facts["call"]["args"][0]["tensor"]
     samples = {**mended.samples, number: mended.samples[number].nan_to_num(0.0, 0.0, 0.0)}
     facts = {**mended.facts, "call": {**mended.facts["call"], "output_is_finite": True}}
-    write_bundle(bundle.parent / "again", facts, samples, mended.weights, limit_mib=1)
+    write_replay_bundle(bundle.parent / "again", facts, samples, mended.weights, limit_mib=1)
     replayed = replay_bundle(bundle.parent / "again", script=str(script))
     w = mended.weights
     torch.set_rng_state(mended.samples[facts["call"]["random_state"]["tensor"]])
@@ -167,17 +167,17 @@ encoder = nn""",
 
 
 def in_a_bundle(call: CapturedCall, tmp_path: Path) -> Bundle:
-    writer = CallWriter(call.generator)
+    writer = CallSerializer(call.generator)
     ids = {"ids": list(call.ids), "micro_step": call.micro_step}
     facts = {
-        "call": pack_call(call, writer),
+        "call": serialize_model_call(call, writer),
         "replay": {**ids, "step": 1, "rank": 0},
         "event": {"kind": "non_finite_loss"},
         **{"packages": {}, "switched_off": [], "start_peak": 0.0},
     }
     left_out = writer.omitted_values
-    write_bundle(tmp_path / "b", facts, writer.tensors, {}, limit_mib=1, missing_parts=left_out)
-    return read_bundle(tmp_path / "b")
+    write_replay_bundle(tmp_path / "b", facts, writer.tensors, {}, limit_mib=1, missing_parts=left_out)
+    return read_replay_bundle(tmp_path / "b")
 
 
 def call_of(*args: Any, **kwargs: Any) -> CapturedCall:
@@ -213,7 +213,7 @@ def test_a_tree_of_tensors_and_plain_values_comes_back(tmp_path: Path) -> None:
         on=torch.device("cpu"),
     )
     call.kwargs["draws"] = call.generator[0]  # type: ignore[index]
-    back = unpack_call(in_a_bundle(call, tmp_path), nn.Linear(1, 1), CPU)
+    back = deserialize_model_call(in_a_bundle(call, tmp_path), nn.Linear(1, 1), CPU)
     (restored, (strided, restored_again), size), restored_none = back.args
     assert torch.equal(restored, x)
     assert torch.equal(strided, x[:, ::2])

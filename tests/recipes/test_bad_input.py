@@ -16,7 +16,7 @@ from broken_clips import zero_the_last_packets
 from dit_lora.data.cache.cache import TensorCache
 from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.errors import DitLoraError
-from dit_lora.training.session.run_lock import LOCK_FILE, Holder
+from dit_lora.training.session.run_lock import LOCK_FILE, LockHolder
 
 Main = Callable[[list[str]], None]
 
@@ -208,7 +208,7 @@ def test_a_run_folder_that_another_process_trains_in(refused: Callable[..., str]
     run.mkdir()
     with (run / LOCK_FILE).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        json.dump(asdict(replace(Holder.from_this_process(), host="node7", pid=4242)), lock)
+        json.dump(asdict(replace(LockHolder.from_this_process(), host="node7", pid=4242)), lock)
         lock.flush()
         before = (run / LOCK_FILE).read_bytes()
         message = refused("train.resume=auto")

@@ -16,7 +16,7 @@ from dit_lora.families.cogvideox.text_to_video import CogVideoXSampler
 from dit_lora.training import choose_checkpointing
 from dit_lora.training.check_cache import REUSED
 from dit_lora.training.tasks.diffusion import base_samples
-from dit_lora.training.tasks.diffusion.base_samples import SAMPLES_CACHE, BaseSamples, find_samples_of_prompts
+from dit_lora.training.tasks.diffusion.base_samples import SAMPLES_CACHE, BaseSampleCache, find_samples_of_prompts
 
 Main = Callable[[list[str]], None]
 
@@ -92,13 +92,16 @@ def test_the_oldest_samples_go_when_the_cache_is_full(tmp_path: Path, monkeypatc
     file.write_bytes(bytes(5000))
     monkeypatch.setattr(base_samples, "MAX_CACHE_BYTES", 12_000)
     for number in range(4):
-        samples = BaseSamples(cache, facts)
-        samples.add(number, file)
-        samples.store()
+        samples = BaseSampleCache(cache, facts)
+        samples.add_new_sample(number, file)
+        samples.write_new_samples()
         os.utime(cache.find_shard_path(make_entry_key(facts[number])), (number, number))
-    restored = [BaseSamples(TensorCache(cache.root), facts).restore(n, tmp_path / f"copy_{n}") for n in range(4)]
+    restored = [
+        BaseSampleCache(TensorCache(cache.root), facts).restore_cached_sample(n, tmp_path / f"copy_{n}")
+        for n in range(4)
+    ]
     assert restored == [False, False, True, True]
     assert (tmp_path / "copy_3.png").read_bytes() == file.read_bytes()
     # As `guard.preflight=anew` does.
-    BaseSamples(cache, facts).mark_bad()
-    assert not BaseSamples(TensorCache(cache.root), facts).restore(3, tmp_path / "copy_3")
+    BaseSampleCache(cache, facts).mark_cached_samples_bad()
+    assert not BaseSampleCache(TensorCache(cache.root), facts).restore_cached_sample(3, tmp_path / "copy_3")

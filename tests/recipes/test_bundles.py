@@ -81,7 +81,7 @@ def test_a_bundle_that_cannot_be_written_costs_no_run(
     def full(*arguments: Any, **options: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(run_recovery, "write_bundle", full)
+    monkeypatch.setattr(run_recovery, "write_replay_bundle", full)
     run = tmp_path / "run"
     lora_main([*poisoned, f"run.dir={run}"])
     (event,) = lines(run, "events.jsonl")

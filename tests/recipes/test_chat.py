@@ -130,10 +130,12 @@ def _the_merged_checkpoint_is_the_trained_model(run: Path, merged: Path, base: P
     logits = []
     for target in (run, merged, base):
         answerer = load_answerer(target, frames=4)
-        answerer.checkpoint = answerer.checkpoint.with_vision_settings(load_answerer(run).checkpoint.vision_settings)
+        answerer.checkpoint = answerer.checkpoint.copy_with_vision_settings(
+            load_answerer(run).checkpoint.vision_settings
+        )
         media = answerer.read_media(MediaFile(clip))
         about = Conversation("", "video", None, (Turn("What shape is it?", "A disc.", "Look."),))
-        rendered = answerer.checkpoint.render(about, media.shape, media.seconds)
+        rendered = answerer.checkpoint.tokenize_conversation(about, media.shape, media.seconds)
         batch = {
             "input_ids": torch.tensor([rendered.ids]),
             "seconds": torch.tensor([media.seconds]),
@@ -144,7 +146,7 @@ def _the_merged_checkpoint_is_the_trained_model(run: Path, merged: Path, base: P
             batch["instruction_ids"] = torch.tensor([rendered.instruction])
             batch["instruction_mask"] = torch.ones_like(batch["instruction_ids"])
         with torch.no_grad():
-            logits.append(answerer.model(**answerer.checkpoint.inputs(batch)).logits)
+            logits.append(answerer.model(**answerer.checkpoint.build_model_inputs(batch)).logits)
     trained, exported, untrained = logits
     torch.testing.assert_close(exported, trained, rtol=1e-4, atol=1e-4)
     assert (trained - untrained).abs().max() > 0.01

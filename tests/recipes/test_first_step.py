@@ -50,7 +50,7 @@ def test_the_base_is_shown_after_the_first_step_as_it_was_before(
     lora_main([*args, f"run.dir={later}"])
     assert validations == [(0, 1, True)]
     with monkeypatch.context() as patch:
-        patch.setattr("dit_lora.training.base_fingerprint.has_only_idle_adapters", lambda model: False)
+        patch.setattr("dit_lora.training.base_fingerprint.has_only_untrained_adapters", lambda model: False)
         lora_main([*args, f"run.dir={before}"])
     assert validations[1:] == [(0, 0, True)]
     assert same_adapter(later, before)

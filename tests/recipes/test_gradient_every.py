@@ -14,9 +14,9 @@ from dit_lora.commands.replay import replay_bundle
 from dit_lora.commands.replayed_gradient import GradientReplayResult
 from dit_lora.guard.fallbacks import Fallback
 from dit_lora.guard.finite_gate import NonFiniteError
-from dit_lora.guard.gradient_check.directions import Displacement
+from dit_lora.guard.gradient_check.directions import WeightDisplacement
 from dit_lora.training.recovery import build
-from dit_lora.training.recovery.gradient_watch import GradientWatch
+from dit_lora.training.recovery.gradient_watch import PeriodicGradientCheck
 
 Main = Callable[[list[str]], None]
 LAYER = "transformer_blocks.1.attn1.to_v"
@@ -35,22 +35,22 @@ class FaultyKernel:
         self.is_on = after_step == 0
         fallback = Fallback("qk_norm_rope", "kernel", self.disable_temporarily, self.disable, "PyTorch's own ops")
         monkeypatch.setattr(build, "list_fallbacks", lambda _model: [fallback])
-        finish = GradientWatch.__post_init__
+        finish = PeriodicGradientCheck.__post_init__
 
-        def plant(watch: GradientWatch) -> None:
+        def plant(watch: PeriodicGradientCheck) -> None:
             finish(watch)
             for name, parameter in watch.setup.transformer.named_parameters():
                 if parameter.requires_grad and name.startswith(LAYER):
                     parameter.register_hook(lambda gradient: gradient / 2 if self.is_on else gradient)
 
-        monkeypatch.setattr(GradientWatch, "__post_init__", plant)
-        find_if_due = GradientWatch.is_due
+        monkeypatch.setattr(PeriodicGradientCheck, "__post_init__", plant)
+        find_if_due = PeriodicGradientCheck.is_due
 
-        def begin_after_step(watch: GradientWatch, step: int) -> bool:
+        def begin_after_step(watch: PeriodicGradientCheck, step: int) -> bool:
             self.is_on |= step == after_step and not watch.recovery.state.switched_off
             return find_if_due(watch, step)
 
-        monkeypatch.setattr(GradientWatch, "is_due", begin_after_step)
+        monkeypatch.setattr(PeriodicGradientCheck, "is_due", begin_after_step)
 
     def disable(self) -> None:
         self.is_on = False
@@ -82,12 +82,12 @@ def test_a_faulty_component_is_off_from_the_first_step_and_the_run_is_as_if_unch
     clean, repaired = tmp_path / "clean", tmp_path / "repaired"
     with monkeypatch.context() as patch:
 
-        def fail(displacement: Displacement, position: int) -> float:
+        def fail(displacement: WeightDisplacement, position: int) -> float:
             move_to(displacement, position)
             raise TypeError("no such op")
 
-        move_to = Displacement.move_to
-        patch.setattr(Displacement, "move_to", fail)
+        move_to = WeightDisplacement.move_weights_to_position
+        patch.setattr(WeightDisplacement, "move_weights_to_position", fail)
         lora_main([*args, f"run.dir={clean}", "guard.gradient_every=2"])
     reason = "the gradient could not be checked against the loss: TypeError: no such op"
     assert f"guard: step 2: {reason}" in capsys.readouterr().err

@@ -167,13 +167,13 @@ def test_kernels_that_were_right_are_remembered_for_the_same_and_nothing_else(
 ) -> None:
     """And what was found wrong is never taken for right."""
     compared: list[str] = []
-    differing = kernel_parity.ParityWatch.find_differing
+    differing = kernel_parity.PeriodicKernelComparison.iterate_differing_kernels
 
     def noted(watch: Any, batches: Any, num_passes: int) -> Any:
         compared.append("compared")
         return differing(watch, batches, num_passes)
 
-    monkeypatch.setattr(kernel_parity.ParityWatch, "find_differing", noted)
+    monkeypatch.setattr(kernel_parity.PeriodicKernelComparison, "iterate_differing_kernels", noted)
     args = [*smoke, "train.steps=1", "guard.parity_every=0", "guard.preflight=true"]
 
     def compares(name: str, *settings: str) -> bool:

@@ -79,7 +79,7 @@ def loads(run: Path, name: str, base: Path, clip: Path) -> bool:
         pipe.load_lora_weights(run / "adapter")
         return bool(pipe.get_active_adapters()) and bool(adapter(run))
     answers = [
-        answerer.ask(MediaFile(clip), "What shape is it?", max_tokens=4)
+        answerer.answer_question(MediaFile(clip), "What shape is it?", max_tokens=4)
         for answerer in (load_answerer(run), with_peft(run))
     ]
     return answers[0] == answers[1]
@@ -184,8 +184,8 @@ def only_on_the_device(patch: pytest.MonkeyPatch) -> list[bool]:
         finally:
             verifying.clear()
 
-    patch.setattr(offload._FrozenGroup, "load", bring)
-    patch.setattr(offload._FrozenGroup, "offload", send_away)
+    patch.setattr(offload._FrozenBlockWeights, "load_weights_to_device", bring)
+    patch.setattr(offload._FrozenBlockWeights, "release_device_weights", send_away)
     patch.setattr(CogVideoXBlock, "forward", checked)
     patch.setattr(running, "verify_result", at_home)
     return computed

@@ -28,7 +28,7 @@ def test_reports_come_at_the_start_with_the_base_at_checkpoints_and_at_validatio
 
     monkeypatch.setattr(background, "write_run_page", write_run_page)
     # One at a time, each at its step: a run of milliseconds would be over before the first.
-    monkeypatch.setattr(background.Reporting, "update", _and_wait(background.Reporting.update))
+    monkeypatch.setattr(background.BackgroundReporter, "update", _and_wait(background.BackgroundReporter.update))
     options = ["train.steps=6", "train.save_every=4", "validation.every=3", "guard.preflight=false"]
     lora_main([*smoke, *options, f"run.dir={run}"])
     assert reports == [("running", step, "running") for step in (0, 1, 3, 4, 6)] + [(None, 6, "finished")]

@@ -17,7 +17,7 @@ from dit_lora.families.cogvideox.text_to_video import CogVideoXDenoiser
 from dit_lora.guard.fallbacks import preserve_attention_backends
 from dit_lora.guard.finite_gate import NonFiniteError
 from dit_lora.numerics.objectives import LossOutput
-from dit_lora.training.recovery.monitoring import StepWatcher
+from dit_lora.training.recovery.monitoring import StepMonitor
 
 Main = Callable[[list[str]], None]
 WEIGHT = "transformer_blocks.1.attn1.to_k.lora_B.default.weight"
@@ -28,10 +28,10 @@ class WeightFault:
 
     def __init__(self, patch: pytest.MonkeyPatch, steps: Iterable[int]) -> None:
         self.left = list(steps)
-        forward, losses = StepWatcher.watch_forward, CogVideoXDenoiser.losses
+        forward, losses = StepMonitor.record_forward_outputs, CogVideoXDenoiser.losses
         due: list[int] = []
 
-        def begin(watcher: StepWatcher, step: int) -> Any:
+        def begin(watcher: StepMonitor, step: int) -> Any:
             due.append(step)
             return forward(watcher, step)
 
@@ -42,7 +42,7 @@ class WeightFault:
                 transformer.get_parameter(WEIGHT).data[0, 0] = torch.nan
             return losses(checkpoint, transformer, *arguments)
 
-        patch.setattr(StepWatcher, "watch_forward", begin)
+        patch.setattr(StepMonitor, "record_forward_outputs", begin)
         patch.setattr(CogVideoXDenoiser, "losses", faulty)
 
 

@@ -46,7 +46,7 @@ class Stock:
 
     def run(self, guard: Guard | None = None) -> None:
         """Take two updates, and check what stands before a save."""
-        inputs = self.checkpoint.inputs(self.batch.tensors)
+        inputs = self.checkpoint.build_model_inputs(self.batch.tensors)
         inputs["pixel_values"] = inputs["pixel_values"].half()
         tensors = self.batch.tensors
         answers = {

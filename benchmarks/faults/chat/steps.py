@@ -19,20 +19,20 @@ from dit_lora.data.loading.batch import Batch
 from dit_lora.errors import CheckFailedError
 from dit_lora.fuse import lora
 from dit_lora.numerics.labels import IGNORE_INDEX
-from dit_lora.training.tasks.chat.training_set import ChatEntry, ChatSet
+from dit_lora.training.tasks.chat.training_set import ChatEntry, ChatTrainingSet
 
 
 def _no_labels(stage: Stage) -> None:
     """Cut answers on the right, as VideoChat2 does, which takes a long sample's whole answer (N12)."""
 
-    def cut(read: Callable[..., Batch], clips: ChatSet, entry: ChatEntry, *args: Any) -> Batch:
+    def cut(read: Callable[..., Batch], clips: ChatTrainingSet, entry: ChatEntry, *args: Any) -> Batch:
         batch = read(clips, entry, *args)
         if entry.id != stage.target_clip:
             return batch
         labels = torch.full_like(batch.tensors["labels"], IGNORE_INDEX)
         return replace(batch, tensors={**batch.tensors, "labels": labels})
 
-    stage.wrap(ChatSet, "_read_sample", cut)
+    stage.wrap(ChatTrainingSet, "_read_sample", cut)
 
 
 def _fp16_scores(stage: Stage) -> None:

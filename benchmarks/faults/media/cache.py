@@ -30,7 +30,7 @@ def overwrite(entry: StoredEntry, name: str, first_index: int, values: torch.Ten
     """Put values into a tensor of an entry where it lies on the disk, from the element of number `first` on."""
     dtype = entry.layout.spec[name][1]
     with entry.path.open("r+b") as file:
-        file.seek(entry.start + entry.layout.bounds[name][0] + first_index * dtype.itemsize)
+        file.seek(entry.start + entry.layout.tensor_byte_ranges[name][0] + first_index * dtype.itemsize)
         file.write(values.to(dtype).view(torch.uint8).numpy().tobytes())
 
 

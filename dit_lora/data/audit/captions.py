@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from dit_lora.data.audit.finding import Finding
-from dit_lora.data.sources.caption_text import find_caption_fault, quote_start
+from dit_lora.data.sources.caption_text import find_caption_fault, quote_text_start
 from dit_lora.data.sources.clips import Clip
 from dit_lora.data.sources.scan import format_class_name
 
@@ -118,7 +118,7 @@ def _find_truncated_captions(
 
 
 def _report_truncation(length: str, limit: int, cut_text: str) -> Finding:
-    quote = quote_start(cut_text)
+    quote = quote_text_start(cut_text)
     message = f"its caption has {length}, and the text encoder reads {limit} tokens at most; cut off: {quote}"
     return Finding("caption_long", message, "warn", "shorten it, or put the important part first")
 
@@ -149,7 +149,7 @@ def _find_repeated_captions(clips: Sequence[Clip], shared_captions: Collection[s
         for clip in repeats:
             message = f"its caption is that of {count - 1} other clip{'s' if count > 2 else ''} too"
             remedy = "describe what is special about this clip"
-            by_id[clip.id] = [Finding("caption_duplicate", f"{message}: {quote_start(caption)}", "warn", remedy)]
+            by_id[clip.id] = [Finding("caption_duplicate", f"{message}: {quote_text_start(caption)}", "warn", remedy)]
     return by_id
 
 
@@ -197,5 +197,5 @@ def _check_characters(caption: str) -> Iterator[Finding]:
     if 2 * sum(map(str.isalnum, caption)) < visible:
         num_text_chars = sum(unicodedata.category(char)[0] in "LMN" for char in caption)
         if 2 * num_text_chars < visible:
-            message = f"most of its caption is neither letters nor digits: {quote_start(caption)}"
+            message = f"most of its caption is neither letters nor digits: {quote_text_start(caption)}"
             yield Finding(code, message, "warn", "describe the clip in words")

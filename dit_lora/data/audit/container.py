@@ -66,7 +66,7 @@ def find_foreign_format(head: bytes) -> str | None:
     return "text"
 
 
-def is_media_head(head: bytes) -> bool:
+def has_media_signature(head: bytes) -> bool:
     """True if a file's first bytes are those of a known video, image or sound format."""
     return detect_suffix(head[:64]) is not None or head.startswith(_SOUND_MAGIC)
 

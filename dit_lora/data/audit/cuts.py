@@ -76,10 +76,10 @@ def _is_same_scene(pictures: np.ndarray, k: int) -> bool:
     detail = _extract_detail(pictures[start : k + 1 + _MAX_FLASH_FRAMES])
     # Pictures before the suspected cut, and pictures from it on.
     before, after = detail[: k - start], detail[k - start :]
-    if any(_correlate(earlier, later) >= _MIN_CORRELATION for earlier in before for later in after):
+    if any(_compute_correlation(earlier, later) >= _MIN_CORRELATION for earlier in before for later in after):
         return True
     # A shaken camera moves the picture, so compare the two pictures at the cut with shifts too.
-    return _correlate_shifted(before[-1], after[0]) >= _MIN_SHIFTED_CORRELATION
+    return _correlate_shifted_pictures(before[-1], after[0]) >= _MIN_SHIFTED_CORRELATION
 
 
 def _extract_detail(pictures: np.ndarray) -> np.ndarray:
@@ -94,7 +94,7 @@ def _extract_detail(pictures: np.ndarray) -> np.ndarray:
     return pictures - means
 
 
-def _correlate(picture_a: np.ndarray, picture_b: np.ndarray) -> float:
+def _compute_correlation(picture_a: np.ndarray, picture_b: np.ndarray) -> float:
     """Pearson correlation of two pictures; 0 for pictures without contrast."""
     x, y = picture_a - picture_a.mean(), picture_b - picture_b.mean()
     norm = float(np.sqrt((x * x).sum() * (y * y).sum()))
@@ -102,7 +102,7 @@ def _correlate(picture_a: np.ndarray, picture_b: np.ndarray) -> float:
     return float((x * y).sum()) / norm if norm > x.size else 0.0
 
 
-def _correlate_shifted(picture_a: np.ndarray, picture_b: np.ndarray) -> float:
+def _correlate_shifted_pictures(picture_a: np.ndarray, picture_b: np.ndarray) -> float:
     height, width = picture_a.shape
     best = 0.0
     for down in range(-_MAX_SHIFT, _MAX_SHIFT + 1):
@@ -112,5 +112,5 @@ def _correlate_shifted(picture_a: np.ndarray, picture_b: np.ndarray) -> float:
         for right in range(-_MAX_SHIFT, _MAX_SHIFT + 1):
             columns = slice(max(0, right), width + min(0, right))
             other_columns = slice(max(0, -right), width + min(0, -right))
-            best = max(best, _correlate(picture_a[rows, columns], picture_b[other_rows, other_columns]))
+            best = max(best, _compute_correlation(picture_a[rows, columns], picture_b[other_rows, other_columns]))
     return best

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from dit_lora.data.audit.finding import Finding
-from dit_lora.data.audit.signature import Signature
+from dit_lora.data.audit.signature import MediaSignature
 
 # Pairs of limits: bits of 64 in which the hashes differ on average, and levels by which any colour differs once the
 # means are equal. Seven real clips encoded at crf 35, at half the size or frame rate, or a sixth brighter: up to
@@ -37,7 +37,7 @@ def find_exact_duplicates(digests: Mapping[str, tuple[str, ...]]) -> dict[str, F
     return findings
 
 
-def find_near_duplicates(signatures: Mapping[str, Signature]) -> dict[str, Finding]:
+def find_near_duplicates(signatures: Mapping[str, MediaSignature]) -> dict[str, Finding]:
     """Findings about clips that look like an earlier clip, by id, in the order of `signatures`."""
     groups: dict[int, list[str]] = {}
     # Clips have five moments and images have one; only signatures of equal length can be compared.
@@ -51,7 +51,7 @@ def find_near_duplicates(signatures: Mapping[str, Signature]) -> dict[str, Findi
     return findings
 
 
-def _match_earlier_files(files: Sequence[str], signatures: Sequence[Signature]) -> dict[str, str]:
+def _match_earlier_files(files: Sequence[str], signatures: Sequence[MediaSignature]) -> dict[str, str]:
     """For each file that looks like an earlier one, the first such file."""
     # (N, M), one hash for each moment.
     hashes = np.stack([signature.hashes for signature in signatures])

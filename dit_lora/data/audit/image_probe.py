@@ -9,8 +9,8 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from dit_lora.data.audit.measure import SMALL_SIDE, PictureMeasures
-from dit_lora.data.audit.outline import Outline
-from dit_lora.data.media.media import Media, open_bytes
+from dit_lora.data.audit.outline import PictureOutline
+from dit_lora.data.media.media import Media, open_media_bytes
 from dit_lora.data.media.opened import HEIC_REASON, MAX_PIXELS, get_error_message, open_picture
 from dit_lora.data.media.pictures import DECODE_ERRORS, ORIENTATION_TAG, open_image, read_image_size, scale_to_cover
 
@@ -31,7 +31,7 @@ def measure_image(media: Media, heartbeat: Callable[[], None]) -> tuple[Failures
         facts.update(_read_header(media))
         return Image.fromarray(scale_to_cover(open_image(media), 1.0, facts["height"], facts["width"]))
 
-    picture = decode_or_fault(media, read)
+    picture = decode_or_explain_fault(media, read)
     if isinstance(picture, tuple):
         return [picture], facts, None
     # Decoding a large image takes long, so report progress before measuring it.
@@ -39,15 +39,15 @@ def measure_image(media: Media, heartbeat: Callable[[], None]) -> tuple[Failures
     # BOX averages each area, so that the measures describe all pixels.
     pictures, small = PictureMeasures(), picture.resize((SMALL_SIDE, SMALL_SIDE), Image.Resampling.BOX)
     pictures.add(np.asarray(small))
-    pictures.add_levels(np.asarray(picture.convert("L")))
+    pictures.add_luma_levels(np.asarray(picture.convert("L")))
     # An image is one frame at 0 s that lasts 0 s.
-    facts |= {"frames": 1, **pictures.compute_facts([0.0, 0.0])}
-    facts["outlines"] = [Outline.from_picture(np.asarray(small)).text]
+    facts |= {"frames": 1, **pictures.compute_measurements([0.0, 0.0])}
+    facts["outlines"] = [PictureOutline.from_picture(np.asarray(small)).text]
     picture.thumbnail((MAX_THUMBNAIL_SIDE, MAX_THUMBNAIL_SIDE))
     return [], facts, encode_jpeg([np.asarray(picture)])
 
 
-def decode_or_fault(media: Media, read: Callable[[], Image.Image]) -> Image.Image | tuple[str, str]:
+def decode_or_explain_fault(media: Media, read: Callable[[], Image.Image]) -> Image.Image | tuple[str, str]:
     """Decode an image with `read`; returns the image, or the code and message of the fault in the file."""
     with warnings.catch_warnings():
         # Pillow warns about odd metadata and large images, which are not faults.
@@ -75,7 +75,7 @@ def decode_or_fault(media: Media, read: Callable[[], Image.Image]) -> Image.Imag
             return "corrupt", f"it cannot be decoded: {reason}"
 
 
-def describe_odd_mode(mode: str, bits: int) -> str | None:
+def describe_unusual_image_mode(mode: str, bits: int) -> str | None:
     """Unusual property of an image with this Pillow mode and bit depth; None for plain RGB or grey of 8 bits."""
     if bits > 8 or mode.startswith("I"):
         return "more than 8 bits a level"
@@ -116,7 +116,7 @@ def _read_bit_depth(media: Media, mode: str) -> int:
     """
     if mode.startswith("I") or mode == "F":
         return 16
-    with open_bytes(media) as stream:
+    with open_media_bytes(media) as stream:
         head = stream.read(25)
     # Byte 24 of a PNG is the bit depth of its IHDR.
     return head[24] if head.startswith(b"\x89PNG") else 8

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from dit_lora.config.data import DataConfig, VideoShape
 from dit_lora.data.audit.container import is_different_format
 from dit_lora.data.audit.finding import Finding, make_warning
-from dit_lora.data.audit.image_probe import describe_odd_mode
+from dit_lora.data.audit.image_probe import describe_unusual_image_mode
 from dit_lora.data.audit.measure import SMALL_SIDE, PictureMeasures
 from dit_lora.data.audit.probe import ProbedFile
 from dit_lora.data.audit.sound import check_sound
-from dit_lora.data.buckets.buckets import DroppedClip, Placement, choose_bucket, list_buckets
+from dit_lora.data.buckets.buckets import BucketPlacement, DroppedClip, choose_bucket, list_buckets
 from dit_lora.data.media.kind import is_image
 from dit_lora.data.media.media import Media, get_suffix
 from dit_lora.data.media.video_header import VideoHeader
@@ -55,7 +55,7 @@ ReferenceShape = Callable[[int, int, VideoShape], VideoShape]
 
 
 @dataclass(frozen=True)
-class Requirements:
+class SampleRequirements:
     """What a recipe requires of every sample."""
 
     data: DataConfig
@@ -65,7 +65,7 @@ class Requirements:
     @classmethod
     def from_config(
         cls, data: DataConfig, shapes: Sequence[VideoShape] = (), reference_shape: ReferenceShape | None = None
-    ) -> "Requirements":
+    ) -> "SampleRequirements":
         """Build the audit's requirements from a recipe.
 
         `shapes` are those that its model can train; by default all buckets.
@@ -80,7 +80,9 @@ class Requirements:
         return min(shape.frames for shape in self.shapes)
 
 
-def collect_findings(media: Media, probed_file: ProbedFile, requirements: Requirements | None) -> list[Finding]:
+def collect_media_findings(
+    media: Media, probed_file: ProbedFile, requirements: SampleRequirements | None
+) -> list[Finding]:
     """Collect all findings about a media file; without `requirements`, only those that hold for any recipe."""
     facts = probed_file.facts
     findings = [*probed_file.faults, *_check_name(media, facts)]
@@ -125,8 +127,8 @@ def collect_frame_findings(frames: "torch.Tensor") -> list[Finding]:
         red, green, blue = frame[:, ::2, ::2].float()
         # ITU-R BT.601, the same weights as Pillow's mode L.
         luma = 0.299 * red + 0.587 * green + 0.114 * blue
-        pictures.add_levels(luma.round().byte().numpy())
-    return list(_check_pictures(pictures.compute_facts(range(len(frames) + 1)), None))
+        pictures.add_luma_levels(luma.round().byte().numpy())
+    return list(_check_pictures(pictures.compute_measurements(range(len(frames) + 1)), None))
 
 
 def _check_name(media: Media, facts: Mapping[str, Any]) -> Iterator[Finding]:
@@ -142,7 +144,7 @@ def _check_name(media: Media, facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _check_image_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    oddity = describe_odd_mode(facts["pixel_format"], facts["bits"])
+    oddity = describe_unusual_image_mode(facts["pixel_format"], facts["bits"])
     if oddity:
         yield make_warning("odd_pixel_format", f"{oddity}, converted to RGB of 8 bits", "check its colours")
     if facts["alpha"]:
@@ -262,14 +264,14 @@ def _check_motion(facts: Mapping[str, Any], seconds: float | None, unit: str) ->
         yield make_warning("hard_cut", message, "split it there, and caption each part")
 
 
-def _check_length(media: Media, facts: Mapping[str, Any], requirements: Requirements) -> Iterator[Finding]:
+def _check_length(media: Media, facts: Mapping[str, Any], requirements: SampleRequirements) -> Iterator[Finding]:
     """Yield findings about a clip's length, counted as in training: each time gets the nearest frame."""
     fps = requirements.data.fps or 1.0
     if is_image(media):
         num_available = 1
     else:
         end = facts["last_at"] + facts["last_interval"] / 2
-        # The same count as in `decode.RegularTimes.count_until`, from the frames' real times.
+        # The same count as in `decode.RegularFrameTimes.count_until`, from the frames' real times.
         num_available = math.floor(end * fps + 1e-6) + 1
     if num_available < requirements.min_frames:
         message = f"{requirements.min_frames} frames at {fps:g} fps are asked for, and it gives {num_available}"
@@ -280,7 +282,7 @@ def _check_length(media: Media, facts: Mapping[str, Any], requirements: Requirem
         yield make_warning("fps_low", message, f"lower data.fps to {facts['fps']:g}, or remove it")
 
 
-def _check_shape(facts: Mapping[str, Any], requirements: Requirements) -> Iterator[Finding]:
+def _check_shape(facts: Mapping[str, Any], requirements: SampleRequirements) -> Iterator[Finding]:
     height, width = display_size(facts)
     placement = find_bucket(facts, requirements)
     if isinstance(placement, DroppedClip):
@@ -297,7 +299,7 @@ def _check_shape(facts: Mapping[str, Any], requirements: Requirements) -> Iterat
         yield make_warning("cropped", message, "add a bucket of its shape, or remove it")
 
 
-def find_bucket(facts: Mapping[str, Any], requirements: Requirements) -> Placement | DroppedClip:
+def find_bucket(facts: Mapping[str, Any], requirements: SampleRequirements) -> BucketPlacement | DroppedClip:
     """Bucket that a clip's measurements put it into, or the reason why it has none."""
     height, width = display_size(facts)
     fps, seconds = facts.get("fps"), facts.get("seconds")

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 
 from dit_lora.data.audit.finding import Finding
 from dit_lora.data.sources.clips import Clip
-from dit_lora.errors import join_first
+from dit_lora.errors import join_first_items
 
 MAX_IMBALANCE = 10
 """Maximum ratio of a class's size to the median class, in either direction.
@@ -69,14 +69,14 @@ def check_labels(
         class_counts = [f"{label!r} ({counts[label]:,.5g})" for label in imbalanced]
         notes.append(
             f"{len(imbalanced):,} of {len(counts):,} classes have less than a tenth or more than ten times the "
-            f"median class's {median:,.5g} samples: {join_first(class_counts, _MAX_LISTED)}."
+            f"median class's {median:,.5g} samples: {join_first_items(class_counts, _MAX_LISTED)}."
         )
     # Classes without samples are not an error: the table may belong to a larger set.
     unused = [label for label in dict.fromkeys(class_table or ()) if label not in counts]
     if unused:
         notes.append(
             f"{len(unused):,} of {len(set(class_table or ())):,} classes of the table have no sample: "
-            f"{join_first(unused, _MAX_LISTED)}."
+            f"{join_first_items(unused, _MAX_LISTED)}."
         )
     return findings, notes
 

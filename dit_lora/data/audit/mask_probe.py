@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from dit_lora.data.audit.image_probe import MAX_THUMBNAIL_SIDE, Failures, decode_or_fault, encode_jpeg
+from dit_lora.data.audit.image_probe import MAX_THUMBNAIL_SIDE, Failures, decode_or_explain_fault, encode_jpeg
 from dit_lora.data.media.kind import is_image
 from dit_lora.data.media.pictures import open_mask
 from dit_lora.data.sources.clips import LossMask
@@ -19,7 +19,7 @@ def measure_mask(mask: LossMask, heartbeat: Callable[[], None]) -> tuple[Failure
     # A mask is a still picture, also for a video.
     if not is_image(mask.media):
         return [("not_media", "a mask must be a picture, and its name is not that of one")], {}, None
-    grey = decode_or_fault(mask.media, lambda: open_mask(mask.media, alpha=mask.alpha))
+    grey = decode_or_explain_fault(mask.media, lambda: open_mask(mask.media, alpha=mask.alpha))
     if isinstance(grey, tuple):
         return [grey], {}, None
     heartbeat()

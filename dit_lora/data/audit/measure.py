@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dit_lora.data.audit.cuts import find_cuts
-from dit_lora.data.audit.signature import GRID_SIDE, Signature
+from dit_lora.data.audit.signature import GRID_SIDE, MediaSignature
 
 SMALL_SIDE = 48
 """Side of the small pictures, in pixels."""
@@ -48,9 +48,9 @@ class PictureMeasures:
         """Add the clip's next picture, uint8 (48, 48, 3)."""
         self._pending.append(small)
         if len(self._pending) == _BATCH_SIZE:
-            self._measure_pending()
+            self._measure_pending_pictures()
 
-    def add_levels(self, luma: np.ndarray) -> None:
+    def add_luma_levels(self, luma: np.ndarray) -> None:
         """Add the luma levels of a full-size picture, uint8 (H, W); a few pictures of a clip are enough."""
         # A histogram of 256 levels has everything that is needed, so the picture itself is not kept.
         counts = np.bincount(luma.ravel(), minlength=256)
@@ -59,7 +59,7 @@ class PictureMeasures:
         self._contrasts.append(float(np.sqrt((shares * (np.arange(256) - mean) ** 2).sum())))
         self._level_counts += counts
 
-    def _measure_pending(self) -> None:
+    def _measure_pending_pictures(self) -> None:
         if not self._pending:
             return
         rgb = np.stack(self._pending)
@@ -87,9 +87,9 @@ class PictureMeasures:
             }
         )
         self._last_picture = rgb[-1:]
-        self._still_flags += [self._matches_run_start(picture) for picture in rgb.astype(np.int16)]
+        self._still_flags += [self._is_still_since_run_start(picture) for picture in rgb.astype(np.int16)]
 
-    def _matches_run_start(self, picture: np.ndarray) -> bool:
+    def _is_still_since_run_start(self, picture: np.ndarray) -> bool:
         """True if a picture still shows the picture that began the current run, so that the clip stands still."""
         # Not the previous picture, because slow motion would then count as standing still.
         if self._run_start is not None:
@@ -99,12 +99,12 @@ class PictureMeasures:
         self._run_start = picture
         return False
 
-    def compute_facts(self, times: Sequence[float]) -> dict[str, Any]:
+    def compute_measurements(self, times: Sequence[float]) -> dict[str, Any]:
         """Measurements of the clip's pictures by name.
 
         `times` are the start of each picture in seconds, and the end of the last one.
         """
-        self._measure_pending()
+        self._measure_pending_pictures()
         measured = {name: np.concatenate([batch[name] for batch in self._batches]) for name in self._batches[0]}
         change, grey = measured["change"], measured["grey"]
         black = 1 - measured["lit"] >= _MIN_BLACK_SHARE
@@ -112,7 +112,7 @@ class PictureMeasures:
         # Share of the pixels at or below each level, (256,); a small share at either end is ignored.
         reached = np.cumsum(self._level_counts) / self._level_counts.sum()
         low, high = np.searchsorted(reached, [_TAIL_SHARE, 1 - _TAIL_SHARE])
-        signature = Signature.from_pictures(grey, measured["colours"], times)
+        signature = MediaSignature.from_pictures(grey, measured["colours"], times)
         return {
             "luma_mean": round(float(measured["mean"].mean()), 1),
             "luma_min": int(low),

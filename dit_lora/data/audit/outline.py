@@ -34,7 +34,7 @@ _ASPECT_TOLERANCE = 0.03
 
 
 @dataclass(frozen=True)
-class Outline:
+class PictureOutline:
     """Coarse description of one picture's edges and colours, for comparing pictures."""
 
     edges: np.ndarray
@@ -43,7 +43,7 @@ class Outline:
     """Mean colours of the areas, uint8 (G, G, 3)."""
 
     @classmethod
-    def from_picture(cls, picture: np.ndarray) -> "Outline":
+    def from_picture(cls, picture: np.ndarray) -> "PictureOutline":
         """Compute the edges and colours of a picture, uint8 (H, W, 3)."""
         small = Image.fromarray(picture).resize((_SIDE, _SIDE), Image.Resampling.BILINEAR)
         levels, area = np.asarray(small, np.float32), _SIDE // _AREAS
@@ -57,14 +57,14 @@ class Outline:
         return (self.edges.tobytes() + self.colours.tobytes()).hex()
 
     @classmethod
-    def from_text(cls, text: str) -> "Outline":
+    def from_text(cls, text: str) -> "PictureOutline":
         """Read a picture's edges and colours from the hexadecimal text that `text` gives."""
         # The edges come first, one byte for each cell and angle; the colours follow.
         data, length = bytes.fromhex(text), _CELLS * _CELLS * _ANGLES
         edges = np.frombuffer(data[:length], np.int8).reshape(_CELLS, _CELLS, _ANGLES)
         return cls(edges, np.frombuffer(data[length:], np.uint8).reshape(_AREAS, _AREAS, 3))
 
-    def compute_likeness(self, reference: "Outline") -> float | None:
+    def compute_picture_similarity(self, reference: "PictureOutline") -> float | None:
         """Likeness of two pictures: correlation of edges, or the share of areas with equal colour if that is larger.
 
         None if a picture is faint and no area has the same colour.
@@ -85,20 +85,21 @@ def compare_outlines(target_texts: Sequence[str], reference_texts: Sequence[str]
 
     About 0 for unrelated pictures and 1 for equal ones; None if it cannot be determined.
     """
-    targets = [Outline.from_text(text) for text in target_texts]
-    references = [Outline.from_text(text) for text in reference_texts]
+    targets = [PictureOutline.from_text(text) for text in target_texts]
+    references = [PictureOutline.from_text(text) for text in reference_texts]
     if len(targets) > 1 < len(references):
-        values = [a.compute_likeness(b) for a, b in zip(targets, references, strict=False)]
+        values = [a.compute_picture_similarity(b) for a, b in zip(targets, references, strict=False)]
         comparable = [value for value in values if value is not None]
         return sum(comparable) / len(comparable) if comparable else None
     # A clip may show its reference picture at any time, so the best frame counts. A picture is compared with the first
     # frame of a reference video.
     return max(
-        (value for outline in targets if (value := outline.compute_likeness(references[0])) is not None), default=None
+        (value for outline in targets if (value := outline.compute_picture_similarity(references[0])) is not None),
+        default=None,
     )
 
 
-def is_copy(thumbnail: bytes, other_thumbnail: bytes) -> bool:
+def is_same_picture(thumbnail: bytes, other_thumbnail: bytes) -> bool:
     """True if two JPEG thumbnails show the same picture, stored twice."""
     pictures = [decode_jpeg(data) for data in (thumbnail, other_thumbnail)]
     small, large = sorted(pictures, key=lambda image: image.size)
@@ -113,7 +114,7 @@ def is_copy(thumbnail: bytes, other_thumbnail: bytes) -> bool:
     if np.abs(cells).max(initial=0) > _COPIED:
         return False
     # JPEG stores colours at low resolution, so they are compared over large areas.
-    colours = [Outline.from_picture(levels).colours.astype(int) for levels in (small_pixels, large_pixels)]
+    colours = [PictureOutline.from_picture(levels).colours.astype(int) for levels in (small_pixels, large_pixels)]
     return bool(np.abs(colours[0] - colours[1]).max() <= _COPIED / 2)
 
 

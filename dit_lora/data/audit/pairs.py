@@ -5,8 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 from dit_lora.data.audit.finding import AuditedSample, Finding, make_warning
-from dit_lora.data.audit.judge import MAX_UPSCALE, Requirements, collect_findings, display_size, find_bucket
-from dit_lora.data.audit.outline import ALIKE, UNLIKE, compare_outlines, is_copy
+from dit_lora.data.audit.judge import (
+    MAX_UPSCALE,
+    SampleRequirements,
+    collect_media_findings,
+    display_size,
+    find_bucket,
+)
+from dit_lora.data.audit.outline import ALIKE, UNLIKE, compare_outlines, is_same_picture
 from dit_lora.data.audit.probe import ProbedFile
 from dit_lora.data.buckets.buckets import DroppedClip
 from dit_lora.data.media.media import Media
@@ -27,14 +33,14 @@ Probes = Mapping[Media | LossMask, ProbedFile]
 
 
 def check_references_and_mask(
-    clip: Clip, probes: Probes, media_digests: Mapping[Media | LossMask, str], requirements: Requirements | None
+    clip: Clip, probes: Probes, media_digests: Mapping[Media | LossMask, str], requirements: SampleRequirements | None
 ) -> Iterator[Finding]:
     """Yield findings about a sample's references and mask; `media_digests` has the digests of all readable files."""
     target = probes[clip.media]
     for number, reference in enumerate(clip.references, start=1):
         reference_name = _format_reference(number, len(clip.references))
         probed_reference = probes[reference]
-        for finding in collect_findings(reference, probed_reference, None):
+        for finding in collect_media_findings(reference, probed_reference, None):
             if finding.code in _IGNORED_CODES:
                 continue
             # The missing file is the reference and not the sample, so it gets a code of its own.
@@ -71,14 +77,14 @@ def compute_pair_facts(clip: Clip, probes: Probes) -> dict[str, Any]:
     return facts
 
 
-def find_unlike_references(samples: Sequence[AuditedSample]) -> dict[str, list[Finding]]:
+def find_mismatched_references(samples: Sequence[AuditedSample]) -> dict[str, list[Finding]]:
     """Findings, by file, about references that differ completely from their samples although most others do not.
 
     Nothing is reported for sets that place a subject in other scenes, where few pairs are similar in place.
     """
     findings: dict[str, list[Finding]] = {}
     count = _find_max_references(samples)
-    for number, by_file in _group_likenesses(samples).items():
+    for number, by_file in _group_similarities(samples).items():
         if _compute_similar_share(by_file) < _MOST_ALIKE:
             continue
         for file, value in by_file.items():
@@ -93,7 +99,7 @@ def find_unlike_references(samples: Sequence[AuditedSample]) -> dict[str, list[F
 def summarise_pairs(samples: Sequence[AuditedSample]) -> list[str]:
     """Notes about all references together, and about all masks together."""
     notes = []
-    for number, by_file in _group_likenesses(samples).items():
+    for number, by_file in _group_similarities(samples).items():
         # Unlike references may be intended, so this is a note on the whole set and not a finding per sample.
         if _compute_similar_share(by_file) < _FEW_ALIKE:
             num_similar = sum(value >= ALIKE for value in by_file.values())
@@ -116,7 +122,7 @@ def _find_max_references(samples: Sequence[AuditedSample]) -> int:
     return max((len(sample.facts.get("likeness") or ()) for sample in samples), default=0)
 
 
-def _group_likenesses(samples: Sequence[AuditedSample]) -> dict[int, dict[str, float]]:
+def _group_similarities(samples: Sequence[AuditedSample]) -> dict[int, dict[str, float]]:
     """Likenesses of samples to references, where known, by the reference's number (from 1) and the sample's file."""
     by_number: dict[int, dict[str, float]] = {}
     for sample in samples:
@@ -141,13 +147,13 @@ def _is_copy(target: ProbedFile, reference: ProbedFile) -> bool:
     value = compare_outlines(target.facts["outlines"], reference.facts["outlines"])
     # The outlines rule out most pairs, so that few thumbnails need to be decoded.
     is_near = value is None or value >= _MIN_COPY_LIKENESS
-    return is_near and is_copy(target.thumbnail, reference.thumbnail)
+    return is_near and is_same_picture(target.thumbnail, reference.thumbnail)
 
 
 def _check_reference_size(
     target_facts: Mapping[str, Any],
     reference_facts: Mapping[str, Any],
-    requirements: Requirements | None,
+    requirements: SampleRequirements | None,
     reference_name: str,
 ) -> Iterator[Finding]:
     (height, width), (full_height, full_width) = display_size(reference_facts), display_size(target_facts)

@@ -14,14 +14,14 @@ from dit_lora.data.audit.container import (
     count_missing_bytes,
     find_foreign_format,
     has_end_marker,
-    is_media_head,
+    has_media_signature,
 )
 from dit_lora.data.audit.finding import Finding
 from dit_lora.data.audit.image_probe import measure_image
 from dit_lora.data.audit.mask_probe import measure_mask
 from dit_lora.data.audit.video_probe import measure_video
 from dit_lora.data.media.kind import is_image
-from dit_lora.data.media.media import Media, detect_suffix, open_bytes
+from dit_lora.data.media.media import Media, detect_suffix, open_media_bytes
 from dit_lora.data.sources.clips import LossMask
 
 _MISSING_ERRNOS = {errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP}
@@ -49,7 +49,7 @@ def probe_file(medium: Media | LossMask, heartbeat: Callable[[], None] = lambda:
     try:
         if not media.exists():
             return _make_rejection("missing", *_MISSING_FAULT)
-        with open_bytes(media) as stream:
+        with open_media_bytes(media) as stream:
             # Seeking to the end returns the size, also for bytes in memory and members of a tar.
             size = stream.seek(0, io.SEEK_END)
             stream.seek(0)
@@ -74,7 +74,7 @@ def probe_file(medium: Media | LossMask, heartbeat: Callable[[], None] = lambda:
     faults = [Finding(code, message, "reject", REFETCH_REMEDY) for code, message in failures]
     has_no_video = any(code == "no_video_stream" for code, _ in failures)
     # Decoding failed and the first bytes are of no known format: the file is not a damaged video, but no media at all.
-    if "frames" not in facts and not has_no_video and not is_media_head(head):
+    if "frames" not in facts and not has_no_video and not has_media_signature(head):
         return _make_rejection("not_media", "it is not a supported video or image format")
     # A file that ends early explains all decoding errors; only faults of another kind are kept.
     if num_missing > 0:

@@ -9,11 +9,11 @@ from pathlib import Path
 from dit_lora.config.data import DataConfig, VideoShape
 from dit_lora.data.audit.duplicates import find_exact_duplicates, find_near_duplicates
 from dit_lora.data.audit.finding import AuditedSample, Finding
-from dit_lora.data.audit.judge import ReferenceShape, Requirements, collect_findings
+from dit_lora.data.audit.judge import ReferenceShape, SampleRequirements, collect_media_findings
 from dit_lora.data.audit.memo import AuditMemo
-from dit_lora.data.audit.pairs import check_references_and_mask, compute_pair_facts, find_unlike_references
+from dit_lora.data.audit.pairs import check_references_and_mask, compute_pair_facts, find_mismatched_references
 from dit_lora.data.audit.probe import ProbedFile, get_media
-from dit_lora.data.audit.signature import Signature
+from dit_lora.data.audit.signature import MediaSignature
 from dit_lora.data.audit.workers import probe_all
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.media.media import Media
@@ -69,11 +69,11 @@ def audit_media(
     finally:
         if memo is not None:
             memo.save()
-    requirements = Requirements.from_config(data, shapes, reference_shape) if data else None
+    requirements = SampleRequirements.from_config(data, shapes, reference_shape) if data else None
     return _audit_clips(clips, probes, hashed, requirements)
 
 
-def audit_from_memo(
+def audit_from_stored_measurements(
     clips: Sequence[Clip],
     data: DataConfig | None,
     *,
@@ -89,7 +89,7 @@ def audit_from_memo(
         if probe is not None:
             probes[medium] = probe
     probed_clips = [clip for clip in clips if all(medium in probes for medium in _list_media(clip))]
-    return _audit_clips(probed_clips, probes, hashed, Requirements.from_config(data, shapes) if data else None)
+    return _audit_clips(probed_clips, probes, hashed, SampleRequirements.from_config(data, shapes) if data else None)
 
 
 def _probe_missing(
@@ -102,7 +102,7 @@ def _probe_missing(
 ) -> Generator[tuple[MediaOrMask, ProbedFile]]:
     """Yield each file without stored measurements, with its new ones; add the others to `known_probes`."""
 
-    def iter_jobs() -> Iterator[tuple[int, MediaOrMask]]:
+    def iter_probe_jobs() -> Iterator[tuple[int, MediaOrMask]]:
         for number, medium in enumerate(media):
             probe = _look_up_probe(medium, media_digests, memo, digests)
             # Try a file that crashed the decoder again: the reason may have been lack of memory, or the disk.
@@ -114,7 +114,7 @@ def _probe_missing(
     if not workers:
         # The cores that this process may use.
         workers = count_usable_cpus()
-    with closing(probe_all(iter_jobs(), workers)) as probes:
+    with closing(probe_all(iter_probe_jobs(), workers)) as probes:
         for number, probe in probes:
             yield media[number], probe
 
@@ -136,7 +136,10 @@ def _look_up_probe(
 
 
 def _audit_clips(
-    clips: Sequence[Clip], probes: _Probes, media_digests: dict[MediaOrMask, str], requirements: Requirements | None
+    clips: Sequence[Clip],
+    probes: _Probes,
+    media_digests: dict[MediaOrMask, str],
+    requirements: SampleRequirements | None,
 ) -> list[AuditedSample]:
     by_id = {clip.id: _audit_clip(clip, probes, media_digests, requirements) for clip in clips}
     for file, findings in _compare_samples(clips, by_id, probes, media_digests).items():
@@ -171,26 +174,26 @@ def _compare_samples(
     }
     exact = find_exact_duplicates(contents)
     signatures = {
-        clip.id: Signature.from_text(probes[clip.media].facts["hash"])
+        clip.id: MediaSignature.from_text(probes[clip.media].facts["hash"])
         for clip in usable_clips
         # Edits of one picture look alike, so samples with references are not compared.
         if clip.id not in exact and not clip.references
     }
-    findings = find_unlike_references([samples[clip.id] for clip in usable_clips])
+    findings = find_mismatched_references([samples[clip.id] for clip in usable_clips])
     for file, finding in {**exact, **find_near_duplicates(signatures)}.items():
         findings.setdefault(file, []).append(finding)
     return findings
 
 
 def _audit_clip(
-    clip: Clip, probes: _Probes, media_digests: Mapping[MediaOrMask, str], requirements: Requirements | None
+    clip: Clip, probes: _Probes, media_digests: Mapping[MediaOrMask, str], requirements: SampleRequirements | None
 ) -> AuditedSample:
-    findings = collect_findings(clip.media, probes[clip.media], requirements)
+    findings = collect_media_findings(clip.media, probes[clip.media], requirements)
     if clip.mask is not None and clip.mask.alpha:
         # The transparency is used as the mask here, so it is not reported as lost.
         findings = [finding for finding in findings if finding.code != "alpha"]
     if clip.image is not None:
-        for finding in collect_findings(clip.image, probes[clip.image], None):
+        for finding in collect_media_findings(clip.image, probes[clip.image], None):
             findings.append(replace(finding, message=f"its first image: {finding.message}"))
     findings += check_references_and_mask(clip, probes, media_digests, requirements)
     facts = probes[clip.media].facts | compute_pair_facts(clip, probes)

@@ -22,7 +22,7 @@ _DCT = np.cos(np.pi * np.arange(8)[:, None] * (2 * np.arange(_HASH_SIDE) + 1) / 
 
 
 @dataclass(frozen=True)
-class Signature:
+class MediaSignature:
     """Hashes and colours of five moments of a clip, or of one image, to find near duplicates."""
 
     hashes: np.ndarray
@@ -31,7 +31,7 @@ class Signature:
     """Mean colours of the areas, uint8 (moments, 4, 4, 3)."""
 
     @classmethod
-    def from_pictures(cls, grey: np.ndarray, colours: np.ndarray, times: Sequence[float]) -> "Signature":
+    def from_pictures(cls, grey: np.ndarray, colours: np.ndarray, times: Sequence[float]) -> "MediaSignature":
         """Compute the hashes and colours of pictures, uint8 (N, 24, 24) and (N, 4, 4, 3).
 
         `times` are N starts and the end, in seconds.
@@ -50,7 +50,7 @@ class Signature:
         return f"{self.hashes.astype('>u8').tobytes().hex()}:{self.colours.tobytes().hex()}"
 
     @classmethod
-    def from_text(cls, text: str) -> "Signature":
+    def from_text(cls, text: str) -> "MediaSignature":
         """Read a clip's hashes and colours from the hexadecimal text that `text` gives."""
         hashes, colours = (bytes.fromhex(part) for part in text.split(":"))
         return cls(

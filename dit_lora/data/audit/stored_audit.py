@@ -8,7 +8,7 @@ from typing import Any
 
 from dit_lora.data.audit.finding import VERDICTS, Finding, Verdict
 from dit_lora.errors import DitLoraError
-from dit_lora.files import read_inside
+from dit_lora.files import read_file_inside_folder
 from dit_lora.parsing import parse_json
 
 AUDIT_FILE = ".captions/audit.json"
@@ -70,7 +70,7 @@ class StoredAudit:
             written = path.lstat().st_mtime
             if previous is not None and previous.time == written:
                 return previous
-            rows = parse_json(read_inside(root, path))["samples"]
+            rows = parse_json(read_file_inside_folder(root, path))["samples"]
             return cls({str(row["file"]): _parse_sample(row) for row in rows}, written)
         return cls()
 
@@ -111,7 +111,7 @@ class SampleFilter:
         return cls.from_values({name: value for name, _, value in pairs})
 
     @property
-    def needs_checks(self) -> bool:
+    def needs_audit_results(self) -> bool:
         """True if it depends on findings or on the audit, and not only on names and captions."""
         return bool(self.finding or self.shape or self.length)
 

@@ -88,7 +88,7 @@ def build_audit_json(
     ]
     optional = {"notes": list(notes), "buckets": buckets, "encoded": encoded}
     filled = {name: value for name, value in optional.items() if value}
-    return _to_plain({"samples": samples, "totals": compute_totals(audited_samples), **filled})
+    return _to_strict_json({"samples": samples, "totals": compute_totals(audited_samples), **filled})
 
 
 def write_json(path: Path, audit: Mapping[str, Any]) -> None:
@@ -119,7 +119,7 @@ def _escape_cell(text: str) -> str:
     return _CONTROL_CHARS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-def _to_plain(value: Any) -> Any:
+def _to_strict_json(value: Any) -> Any:
     """Convert a value to one that strict JSON can hold; a number that is not finite becomes None."""
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -130,7 +130,7 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, Real):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _to_plain(inner) for key, inner in value.items()}
+        return {str(key): _to_strict_json(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_to_plain(inner) for inner in value]
+        return [_to_strict_json(inner) for inner in value]
     return str(value)

@@ -11,7 +11,7 @@ from av.video.reformatter import Interpolation, VideoReformatter
 
 from dit_lora.data.audit.image_probe import THUMBNAIL_WIDTH, Failures, encode_jpeg
 from dit_lora.data.audit.measure import SMALL_SIDE, PictureMeasures
-from dit_lora.data.audit.outline import Outline
+from dit_lora.data.audit.outline import PictureOutline
 from dit_lora.data.audit.sound import measure_sound
 from dit_lora.data.media.display import Orientation
 from dit_lora.data.media.media import Media
@@ -71,7 +71,7 @@ def measure_video(media: Media, heartbeat: Callable[[], None]) -> tuple[Failures
     except _DECODE_ERRORS as error:
         if not frames.failures:
             frames.failures.append(("unreadable", f"its first frame: {get_error_message(error)}"))
-    facts |= frames.compute_facts()
+    facts |= frames.compute_measurements()
     facts["sound"] = measure_sound(media, frames.times[0], heartbeat)
     return frames.failures, facts, frames.encode_thumbnail()
 
@@ -170,19 +170,19 @@ class _FrameMeasures:
             # Assume the same display matrix and pixel format for the rest of the video.
             self._orientation = Orientation.from_frame(frame)
             self._format = _describe_format(frame)
-        self._pictures.add(self._scale(self._to_small, frame, SMALL_SIDE, SMALL_SIDE))
+        self._pictures.add(self._scale_frame(self._to_small, frame, SMALL_SIDE, SMALL_SIDE))
         if number % self._stride:
             return
         luma = self._to_luma.reformat(frame, format="gray").to_ndarray()
         # Every other pixel of a large frame is enough to measure its levels.
-        self._pictures.add_levels(luma[::2, ::2] if luma.size > 4 * SMALL_SIDE**2 else luma)
-        self._thumbnails.append(self._scale(self._to_thumbnail, frame, *self._compute_thumbnail_size(frame)))
+        self._pictures.add_luma_levels(luma[::2, ::2] if luma.size > 4 * SMALL_SIDE**2 else luma)
+        self._thumbnails.append(self._scale_frame(self._to_thumbnail, frame, *self._compute_thumbnail_size(frame)))
         # Keep every other sample and double the stride: the samples still cover the video evenly.
         if len(self._thumbnails) == _MAX_SAMPLES:
             self._thumbnails, self._stride = self._thumbnails[::2], 2 * self._stride
 
     @staticmethod
-    def _scale(reformatter: VideoReformatter, frame: av.VideoFrame, height: int, width: int) -> np.ndarray:
+    def _scale_frame(reformatter: VideoReformatter, frame: av.VideoFrame, height: int, width: int) -> np.ndarray:
         """Scale a video frame to RGB, uint8 (height, width, 3), each pixel the mean of its area."""
         scaled = reformatter.reformat(
             frame, width=width, height=height, format="rgb24", interpolation=Interpolation.AREA
@@ -193,7 +193,7 @@ class _FrameMeasures:
         """Height and width of a thumbnail in pixels, before it is rotated upright."""
         height, width = frame.height, frame.width * self._pixel_aspect
         # Width and height as shown, after the rotation.
-        across, down = (height, width) if self._orientation.is_sideways else (width, height)
+        across, down = (height, width) if self._orientation.swaps_height_and_width else (width, height)
         # Both sides must fit: four frames share the width, and tall frames are limited by the height.
         scale = min(THUMBNAIL_WIDTH / _THUMBNAIL_FRAMES / across, _MAX_THUMBNAIL_HEIGHT / down)
         return max(1, round(height * scale)), max(1, round(width * scale))
@@ -214,7 +214,7 @@ class _FrameMeasures:
             message = f"{self._num_untimed} of {len(self.times)} frames have no time stamp"
             self.failures.append(("no_time_stamps", message))
 
-    def compute_facts(self) -> dict[str, Any]:
+    def compute_measurements(self) -> dict[str, Any]:
         seconds = np.array(self.times) - self.times[0]
         intervals = np.diff(seconds)
         final_interval = float(intervals[-1]) if len(intervals) else 0.0
@@ -239,8 +239,8 @@ class _FrameMeasures:
             "rotation": 90 * self._orientation.quarter_turns,
             "mirrored": self._orientation.is_mirrored,
             "interlaced": self._num_interlaced > len(seconds) / 2,
-            **self._pictures.compute_facts(boundaries),
-            "outlines": [Outline.from_picture(picture).text for picture in self._select_thumbnails()],
+            **self._pictures.compute_measurements(boundaries),
+            "outlines": [PictureOutline.from_picture(picture).text for picture in self._select_thumbnails()],
         }
 
     def _select_thumbnails(self) -> list[np.ndarray]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from dit_lora.config.data import DataConfig, VideoShape
-from dit_lora.data.media.decode import RegularTimes
+from dit_lora.data.media.decode import RegularFrameTimes
 from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.errors import DitLoraError, format_list
 
@@ -20,7 +20,7 @@ MAX_ENLARGEMENT = 1 + TOLERANCE / 2
 
 
 @dataclass(frozen=True)
-class Placement:
+class BucketPlacement:
     """Bucket of a clip, with the crop and the enlargement that it needs."""
 
     shape: VideoShape
@@ -93,7 +93,9 @@ def list_buckets(
     return tuple(sorted(shapes - refused.keys()))
 
 
-def choose_bucket(header: VideoHeader, buckets: Sequence[VideoShape], data: DataConfig) -> Placement | DroppedClip:
+def choose_bucket(
+    header: VideoHeader, buckets: Sequence[VideoShape], data: DataConfig
+) -> BucketPlacement | DroppedClip:
     """Choose the bucket of a clip, and the windows in it.
 
     The clip gets the largest number of frames that it certainly has at `data.fps`. Of those buckets, the
@@ -182,7 +184,7 @@ def _count_frames(header: VideoHeader, start: float, frames: int, fps: float | N
         return frames
     # Each time gets the nearest frame, so the last frame is used for times up to half its duration after it.
     end = header.seconds + (extra_frames - 0.5) / header.fps
-    return RegularTimes(frames, fps or 1.0, start).count_until(end)
+    return RegularFrameTimes(frames, fps or 1.0, start).count_until(end)
 
 
 def _compute_cost(header: VideoHeader, shape: VideoShape) -> tuple[float, float]:
@@ -196,7 +198,9 @@ def _compute_cost(header: VideoHeader, shape: VideoShape) -> tuple[float, float]
     return max(0.0, 1 - remaining), max(1.0, scale)
 
 
-def _choose_best_shape(header: VideoHeader, shapes: Sequence[VideoShape], data: DataConfig) -> Placement | DroppedClip:
+def _choose_best_shape(
+    header: VideoHeader, shapes: Sequence[VideoShape], data: DataConfig
+) -> BucketPlacement | DroppedClip:
     limits = data.buckets
     max_crop = limits.max_crop if limits and limits.max_crop is not None else 1.0
     max_upscale = limits.max_upscale if limits and limits.max_upscale is not None else math.inf
@@ -220,7 +224,7 @@ def _choose_best_shape(header: VideoHeader, shapes: Sequence[VideoShape], data: 
     )
     crop, upscale, best = best_by_level[level]
     if allowed:
-        return Placement(best, _list_window_starts(header, best.frames, data), crop, upscale, header)
+        return BucketPlacement(best, _list_window_starts(header, best.frames, data), crop, upscale, header)
     size = f"its picture of {header.width}x{header.height}"
     if crop > max_crop:
         message = f"{best} would lose {crop:.0%} of {size}; data.buckets.max_crop is {max_crop:g}"

@@ -7,9 +7,9 @@ from fractions import Fraction
 from typing import Any
 
 from dit_lora.config.data import DataConfig, VideoShape
-from dit_lora.data.buckets.buckets import MAX_ENLARGEMENT, DroppedClip, Placement
+from dit_lora.data.buckets.buckets import MAX_ENLARGEMENT, BucketPlacement, DroppedClip
 from dit_lora.data.media.video_header import VideoHeader
-from dit_lora.errors import join_first
+from dit_lora.errors import join_first_items
 
 # Share of the clips from which on advice is given, and share of a picture from which on a crop counts as heavy.
 MIN_ADVICE_SHARE = 0.25
@@ -51,17 +51,17 @@ class BucketReport:
     @classmethod
     def from_clips(
         cls,
-        clips: Sequence[tuple[str, Placement | DroppedClip]],
+        clips: Sequence[tuple[str, BucketPlacement | DroppedClip]],
         buckets: Sequence[VideoShape],
         data: DataConfig,
         samples_per_step: int,
     ) -> "BucketReport":
         """Build a bucket report of named clips; `samples_per_step` is the number of samples of one optimizer step."""
-        placed_clips = [clip for _, clip in clips if isinstance(clip, Placement)]
+        placed_clips = [clip for _, clip in clips if isinstance(clip, BucketPlacement)]
         dropped = tuple((name, clip) for name, clip in clips if isinstance(clip, DroppedClip))
         samples = sum(len(clip.starts) for clip in placed_clips)
         # Buckets without clips get a row too, for the advice to remove them.
-        by_shape: dict[VideoShape, list[Placement]] = {shape: [] for shape in sorted(buckets)}
+        by_shape: dict[VideoShape, list[BucketPlacement]] = {shape: [] for shape in sorted(buckets)}
         for clip in placed_clips:
             by_shape[clip.shape].append(clip)
         rows = tuple(_summarise_bucket(shape, in_bucket, samples) for shape, in_bucket in by_shape.items())
@@ -116,12 +116,12 @@ def advise_on_references(shapes: Sequence[VideoShape], samples_per_step: int) ->
     descriptions = [_describe_rare_shape(shape, counts[shape], samples_per_step) for shape in rare]
     return [
         f"with their references, samples have {len(counts)} shapes, and a step takes {samples_per_step} samples of "
-        f"one; these do not come in every epoch: {join_first(descriptions, _MAX_LISTED)}; give references "
+        f"one; these do not come in every epoch: {join_first_items(descriptions, _MAX_LISTED)}; give references "
         "fewer sizes, or lower train.batch_size or accumulate"
     ]
 
 
-def _summarise_bucket(shape: VideoShape, clips: Sequence[Placement], total_samples: int) -> BucketRow:
+def _summarise_bucket(shape: VideoShape, clips: Sequence[BucketPlacement], total_samples: int) -> BucketRow:
     """Summarize the clips of one bucket as a row of the report; `total_samples` is the number in all buckets."""
     crops = [clip.crop for clip in clips]
     count = sum(len(clip.starts) for clip in clips)
@@ -161,15 +161,15 @@ def _advise_on_sizes(rows: Sequence[BucketRow], samples_per_step: int) -> list[s
         descriptions = [_describe_rare_shape(row.shape, row.samples, samples_per_step) for row in small]
         advice.append(
             f"buckets with fewer samples than a step takes ({samples_per_step}) are not used in every epoch: "
-            f"{join_first(descriptions, _MAX_LISTED)}; lower train.accumulate or use fewer buckets"
+            f"{join_first_items(descriptions, _MAX_LISTED)}; lower train.accumulate or use fewer buckets"
         )
     unused = [str(row.shape) for row in rows if not row.samples]
     if unused and used:
-        advice.append(f"unused buckets: {join_first(unused, _MAX_LISTED)}; they can be removed")
+        advice.append(f"unused buckets: {join_first_items(unused, _MAX_LISTED)}; they can be removed")
     return advice
 
 
-def _advise_on_pictures(placed: Sequence[Placement], buckets: Sequence[VideoShape]) -> list[str]:
+def _advise_on_pictures(placed: Sequence[BucketPlacement], buckets: Sequence[VideoShape]) -> list[str]:
     total, advice = len(placed), []
     enlarged = sum(clip.upscale > MAX_ENLARGEMENT for clip in placed)
     if enlarged and enlarged >= MIN_ADVICE_SHARE * total:
@@ -200,7 +200,7 @@ def _advise_on_pictures(placed: Sequence[Placement], buckets: Sequence[VideoShap
     return advice
 
 
-def _advise_on_lengths(placed: Sequence[Placement], data: DataConfig) -> list[str]:
+def _advise_on_lengths(placed: Sequence[BucketPlacement], data: DataConfig) -> list[str]:
     if data.fps is None:
         return []
     available = used = num_long = 0

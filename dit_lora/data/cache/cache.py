@@ -2,7 +2,7 @@
 
 An entry's key is the digest of everything that its tensors depend on. A changed video, caption, checkpoint,
 dtype or shape has another key, so an entry is never stale. Entries are stored in shards
-(`dit_lora.data.cache.shards`), whose headers `Index` keeps. Values are checked to be finite and in range when they are
+(`dit_lora.data.cache.shards`), whose headers `CacheIndex` keeps. Values are checked to be finite and in range when they are
 written. When they are read, a digest shows that they are unchanged.
 """
 
@@ -102,9 +102,9 @@ class TensorCache:
         return {**self.__dict__, "_open": OrderedDict()}
 
     @cached_property
-    def _index(self) -> "Index":
+    def _index(self) -> "CacheIndex":
         # Headers are read at the first use, and not when the object is created.
-        index = Index(self.root)
+        index = CacheIndex(self.root)
         index.refresh()
         return index
 
@@ -148,7 +148,7 @@ class TensorCache:
                     return self.get_spec(key)
             # An unreachable folder may come back: this raises `OSError` for it. Damaged entries end the run at once.
             for key in keys[:1]:
-                self._index.raise_if_unreachable(key)
+                self._index.raise_if_entry_unreachable(key)
             raise DitLoraError(f"no entry of the cache in {self.root} can be read; delete the cache and start again")
 
         return read_with_retry(read, self.root)
@@ -167,7 +167,7 @@ class TensorCache:
         if "_index" in self.__dict__:
             self._index.refresh([path.name])
 
-    def verify_again(self, key: str) -> None:
+    def reverify_on_next_read(self, key: str) -> None:
         """Verify a cache entry's digest at its next read, though this process has verified it before."""
         self._verified_entries = {entry for entry in self._verified_entries if entry.key != key}
 
@@ -233,7 +233,7 @@ class TensorCache:
         """Look up a cache entry in the index, which is refreshed first if the folder may have changed."""
         entry = self._index.entries.get(key)
         # Another process may have written the entry since the last refresh.
-        if entry is None and self._index.may_have_changed():
+        if entry is None and self._index.may_folder_have_changed():
             self.refresh()
             entry = self._index.entries.get(key)
         return entry
@@ -241,7 +241,7 @@ class TensorCache:
     def _find_current_entry(self, key: str) -> StoredEntry | None:
         """Look up a cache entry, after checking that its shard's file was not replaced or removed."""
         entry = self._find_entry(key)
-        if entry is not None and not self._index.is_unchanged(entry.path):
+        if entry is not None and not self._index.is_shard_unchanged(entry.path):
             self._index.refresh([entry.path.name])
             entry = self._find_entry(key)
         return entry
@@ -266,8 +266,8 @@ class TensorCache:
             # Verify digests only once per process: entries are read in every epoch.
             if entry not in self._verified_entries and entry.matches_digest(data):
                 self._verified_entries.add(entry)
-            return entry.layout.split_tensors(data), entry in self._verified_entries
-        self._index.raise_if_unreachable(key)
+            return entry.layout.split_into_tensors(data), entry in self._verified_entries
+        self._index.raise_if_entry_unreachable(key)
         raise ShardError("it is incomplete, or was marked bad")
 
     def _refresh_and_find_entry(self, key: str) -> StoredEntry | None:
@@ -284,7 +284,7 @@ class TensorCache:
             except (FileNotFoundError, ShardError):
                 return None
         # The file was replaced after its header was read: the offsets in the index may be wrong.
-        if opened.get_stamp() != self._index.get_stamp(shard):
+        if opened.get_file_stamp() != self._index.get_file_stamp(shard):
             return None
         self._open[shard] = opened
         # Close the shards that were used longest ago, but never the one just opened.
@@ -295,7 +295,7 @@ class TensorCache:
         return opened
 
 
-class Index:
+class CacheIndex:
     """Index of a cache's usable entries: complete, not marked bad, one per key.
 
     Each header is read once. A shard is read again only if it was incomplete and has changed, or if `refresh`
@@ -317,16 +317,16 @@ class Index:
         # The folder's time of change, and when it was listed; both in nanoseconds.
         self._folder_state = _NO_FILE_STAMP
 
-    def get_stamp(self, shard: Path) -> tuple[int, int]:
+    def get_file_stamp(self, shard: Path) -> tuple[int, int]:
         """Size and modification time (ns) that a cache shard had when its header was read."""
         header = self._headers.get(shard.name)
         return header.stamp if header else _NO_FILE_STAMP
 
-    def is_unchanged(self, shard: Path) -> bool:
+    def is_shard_unchanged(self, shard: Path) -> bool:
         """True if a shard's file is still the one whose header was read."""
-        return _read_stamp(shard) == self.get_stamp(shard) != _NO_FILE_STAMP
+        return _read_stamp(shard) == self.get_file_stamp(shard) != _NO_FILE_STAMP
 
-    def may_have_changed(self) -> bool:
+    def may_folder_have_changed(self) -> bool:
         """True if files may have been added to or removed from the cache folder since the last `refresh`."""
         changed_ns, listed_ns = self._folder_state
         current_ns = _read_stamp(self.root)[1]
@@ -340,7 +340,7 @@ class Index:
         files = os.listdir(self.root) if changed_ns != -1 else []
         names = {name for name in files if name.endswith(SUFFIX) and not name.startswith(".")}
         to_reread = {*shards_to_reread}
-        to_reread |= {name for name in self._incomplete if not self.is_unchanged(self.root / name)}
+        to_reread |= {name for name in self._incomplete if not self.is_shard_unchanged(self.root / name)}
         removed = {name for name in self._headers if name not in names or name in to_reread}
         for name in removed:
             header = self._headers.pop(name)
@@ -366,7 +366,7 @@ class Index:
                     self.entries.setdefault(entry.key, entry)
         self._folder_state = changed_ns, listed_ns
 
-    def raise_if_unreachable(self, key: str) -> None:
+    def raise_if_entry_unreachable(self, key: str) -> None:
         """Raise `OSError` unless an unusable entry is certainly damaged or marked bad in its shard.
 
         Call it after a `refresh`. The storage is at fault if the entry's shard is missing or cannot be opened.

@@ -17,7 +17,7 @@ from dit_lora.config.records import read_typed_json
 from dit_lora.data.media.colour_profile import has_non_srgb_colours
 from dit_lora.data.media.display import Orientation
 from dit_lora.data.media.kind import is_image
-from dit_lora.data.media.media import Media, MediaFile, open_bytes
+from dit_lora.data.media.media import Media, MediaFile, open_media_bytes
 from dit_lora.data.media.opened import open_media, open_picture
 from dit_lora.data.media.pictures import DECODE_ERRORS
 from dit_lora.data.media.video_header import decode_first_frame, find_video_stream
@@ -30,7 +30,7 @@ _COMPONENT_SUFFIXES = {".json", ".safetensors", ".model", ".txt"}
 class Digests:
     """Content digests of files, remembered between runs.
 
-    A file is read again only if its stamp (`Media.get_stamp`) differs.
+    A file is read again only if its stamp (`Media.get_file_stamp`) differs.
     """
 
     def __init__(self, memo: Path) -> None:
@@ -61,13 +61,13 @@ class Digests:
 
     def _look_up_values(self, media: Media) -> list[str]:
         """Stored or new digest of a file, followed by its decoding variant if that was requested before."""
-        location, stamp = media.location, list(media.get_stamp())
+        location, stamp = media.location, list(media.get_file_stamp())
         # An entry of the memo is the file's stamp followed by its values.
         entry = self._entries.get(location, [])
         values = entry[len(stamp) :]
         is_valid = len(values) in (1, 2) and all(isinstance(value, str) for value in values)
         if entry[: len(stamp)] != stamp or not is_valid:
-            with open_bytes(media) as stream:
+            with open_media_bytes(media) as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
             entry = self._entries[location] = [*stamp, digest]
             self._has_changes = True

@@ -36,7 +36,7 @@ _GATE_NAME = "gate"
 
 
 @dataclass(frozen=True)
-class Job:
+class CacheJob:
     """One cache entry to create: its sample, key, facts, and the function that encodes it."""
 
     sample: str
@@ -58,7 +58,7 @@ class BuildResult:
 
 def fill_cache(
     cache: TensorCache,
-    jobs: Sequence[Job],
+    jobs: Sequence[CacheJob],
     load_encoder: Callable[[], Any],
     *,
     launch_id: str,
@@ -80,7 +80,7 @@ def fill_cache(
     Raises:
         DitLoraError: The disk cannot be written. Entries that were written stay.
     """
-    by_key: dict[str, Job] = {}
+    by_key: dict[str, CacheJob] = {}
     for job in jobs:
         # Equal captions and equal files have equal keys.
         by_key.setdefault(job.key, job)
@@ -90,7 +90,7 @@ def fill_cache(
 
 
 @contextmanager
-def hold_gate(cache: TensorCache, *, timeout_s: float = -1) -> Iterator[None]:
+def block_unit_claims(cache: TensorCache, *, timeout_s: float = -1) -> Iterator[None]:
     """Prevent other processes from claiming or releasing cache units inside the context.
 
     Raises `filelock.Timeout`.
@@ -108,7 +108,7 @@ def list_unit_locks(cache: TensorCache) -> list[Path]:
 
 
 def is_locked(lock: Path) -> bool:
-    """True if a process holds the lock file. Call it inside `hold_gate`."""
+    """True if a process holds the lock file. Call it inside `block_unit_claims`."""
     try:
         # Taking the lock succeeds only if no living process has it.
         with FileLock(lock, blocking=False):
@@ -118,12 +118,12 @@ def is_locked(lock: Path) -> bool:
 
 
 @contextmanager
-def _claim_unit(cache: TensorCache, name: str) -> Iterator[bool]:
+def _claim_cache_unit(cache: TensorCache, name: str) -> Iterator[bool]:
     """Claim a unit of cache entries until the end of the context; yields False if another process has it."""
     path = cache.root / LOCKS / f"{name}.lock"
     lock = FileLock(path, blocking=False)
     # Claim inside the gate: otherwise the file could be deleted between opening and locking it.
-    with hold_gate(cache), suppress(Timeout):
+    with block_unit_claims(cache), suppress(Timeout):
         lock.acquire()
     try:
         yield lock.is_locked
@@ -131,7 +131,7 @@ def _claim_unit(cache: TensorCache, name: str) -> Iterator[bool]:
         if lock.is_locked:
             # Hold the gate: a process that opens the file between release and unlink would lock a
             # deleted file, which keeps nobody out.
-            with hold_gate(cache):
+            with block_unit_claims(cache):
                 lock.release()
                 path.unlink(missing_ok=True)
 
@@ -141,7 +141,7 @@ class _FillState:
     """State of one process that fills a cache."""
 
     cache: TensorCache
-    jobs: Mapping[str, Job]
+    jobs: Mapping[str, CacheJob]
     """Jobs by key."""
     load_encoder: Callable[[], Any]
     """Loads the encoder at the first call, and returns the same one later."""
@@ -162,7 +162,7 @@ class _FillState:
         units = [keys[begin : begin + size] for begin in range(0, len(keys), size)]
         while self.missing_keys:
             units = [unit for unit in units if not self.missing_keys.isdisjoint(unit)]
-            if not sum(self._fill_unit(unit) for unit in units):
+            if not sum(self._fill_cache_unit(unit) for unit in units):
                 # Other processes hold all remaining units. If one is killed, its unit can be claimed next time.
                 time.sleep(_POLL_INTERVAL_S)
                 self._update_missing_keys()
@@ -171,13 +171,13 @@ class _FillState:
         self.result.failed = {key: failed[key] for key in keys if key in failed}
         return self.result
 
-    def _fill_unit(self, unit: Sequence[str]) -> bool:
+    def _fill_cache_unit(self, unit: Sequence[str]) -> bool:
         """Create the missing entries of a cache unit; returns False if another process has it."""
         if self.missing_keys.isdisjoint(unit):
             return True
         # The name depends on the entries, so that other launches with the same jobs claim the same unit.
         name = xxhash.xxh3_64_hexdigest("".join(unit).encode())
-        with _claim_unit(self.cache, name) as is_ours:
+        with _claim_cache_unit(self.cache, name) as is_ours:
             if is_ours:
                 # Another process may have finished the unit before this one got its lock.
                 self._update_missing_keys()
@@ -193,7 +193,7 @@ class _FillState:
                 self._record_failure(key, note.read_text(encoding="utf-8"))
         self._report_progress()
 
-    def _encode_jobs(self, jobs: Sequence[Job]) -> None:
+    def _encode_jobs(self, jobs: Sequence[CacheJob]) -> None:
         entries: list[EncodedEntry] = []
         try:
             for job in jobs:

@@ -14,7 +14,7 @@ from dit_lora.data.cache.fill import (
     LOCKS,
     MAX_JOBS_PER_UNIT,
     MAX_UNIT_BYTES,
-    hold_gate,
+    block_unit_claims,
     is_locked,
     list_unit_locks,
 )
@@ -192,7 +192,7 @@ def prune_cache(
         return PruneResult()
     try:
         # Inside the gate no unit can be claimed, so a unit that is free now stays free.
-        with hold_gate(cache, timeout_s=_GATE_TIMEOUT_S):
+        with block_unit_claims(cache, timeout_s=_GATE_TIMEOUT_S):
             busy = [lock for lock in list_unit_locks(cache) if is_locked(lock)]
             if busy:
                 raise DitLoraError(f"{cache.root} is being filled ({len(busy)} units); prune it later")
@@ -224,7 +224,7 @@ class _PruneState:
         self.num_copies.update(entry.key for header in headers.values() for entry in header.entries)
         for number, (path, header) in enumerate(headers.items()):
             on_progress(number, len(headers))
-            kept_entries = [entry for entry in header.entries if self._should_keep(entry, header)]
+            kept_entries = [entry for entry in header.entries if self._should_keep_entry(entry, header)]
             # If all entries of a shard stay, the shard stays too.
             if kept_entries and len(kept_entries) == len(header.entries):
                 continue
@@ -239,8 +239,8 @@ class _PruneState:
                 self.pending_entries.append(copied)
             size = sum(entry.layout.nbytes for entry in self.pending_entries)
             if len(self.pending_entries) >= MAX_JOBS_PER_UNIT or size >= MAX_UNIT_BYTES:
-                self._flush()
-        self._flush()
+                self._flush_entries()
+        self._flush_entries()
         for path in _find_leftovers(self.cache):
             self.result.freed += path.stat().st_size
             path.unlink(missing_ok=True)
@@ -248,7 +248,7 @@ class _PruneState:
         on_progress(len(headers), len(headers))
         return self.result
 
-    def _should_keep(self, entry: StoredEntry, header: ShardHeader) -> bool:
+    def _should_keep_entry(self, entry: StoredEntry, header: ShardHeader) -> bool:
         """True if `prune_cache` keeps the entry; otherwise the reason is counted."""
         if not entry.is_complete:
             self.result.torn += 1
@@ -267,7 +267,7 @@ class _PruneState:
             return True
         return False
 
-    def _flush(self) -> None:
+    def _flush_entries(self) -> None:
         """Write the cache entries to keep, and only then remove the shards that held them."""
         if self.pending_entries:
             try:
@@ -321,7 +321,7 @@ def _read_entry(entry: StoredEntry) -> tuple[torch.Tensor, CacheProblem | None]:
         return data, make_problem("unreadable", str(error))
     except ShardError as error:
         return data, make_problem("torn", str(error))
-    tensors = entry.layout.split_tensors(data)
+    tensors = entry.layout.split_into_tensors(data)
     # Report bad values as such, whether they were written that way or changed later.
     if not all(is_in_range(tensor, MAX_ABS) for tensor in tensors.values()):
         finite = all(is_finite(tensor) for tensor in tensors.values())

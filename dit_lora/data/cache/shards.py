@@ -24,7 +24,7 @@ import torch
 import xxhash
 
 from dit_lora.errors import DitLoraError
-from dit_lora.files import sync_folder
+from dit_lora.files import fsync_folder
 from dit_lora.parsing import parse_json
 
 SUFFIX, DEAD, PARTIAL = ".safetensors", ".bad", ".partial"
@@ -64,7 +64,7 @@ class EntryLayout:
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
 
     @cached_property
-    def bounds(self) -> dict[str, tuple[int, int]]:
+    def tensor_byte_ranges(self) -> dict[str, tuple[int, int]]:
         """Start and end of each tensor in a cache entry by name, in bytes from the start of the entry."""
         bounds, begin = {}, 0
         for name, dtype, shape in self.tensors:
@@ -76,7 +76,7 @@ class EntryLayout:
     @cached_property
     def nbytes(self) -> int:
         """Size of a cache entry in bytes."""
-        return max((end for _, end in self.bounds.values()), default=0)
+        return max((end for _, end in self.tensor_byte_ranges.values()), default=0)
 
     @cached_property
     def digest_text(self) -> bytes:
@@ -88,10 +88,11 @@ class EntryLayout:
         """Shape and torch dtype of each tensor in a cache entry, by name."""
         return {name: (torch.Size(shape), _DTYPES[dtype]) for name, dtype, shape in self.tensors}
 
-    def split_tensors(self, data: torch.Tensor) -> dict[str, torch.Tensor]:
+    def split_into_tensors(self, data: torch.Tensor) -> dict[str, torch.Tensor]:
         """Split a cache entry's bytes into tensors by name, which are views."""
         return {
-            name: data[slice(*self.bounds[name])].view(dtype).view(shape) for name, (shape, dtype) in self.spec.items()
+            name: data[slice(*self.tensor_byte_ranges[name])].view(dtype).view(shape)
+            for name, (shape, dtype) in self.spec.items()
         }
 
 
@@ -205,7 +206,7 @@ def write_shard(folder: Path, entries: Sequence[EncodedEntry]) -> Path:
     for entry in entries:
         # The file was just written, so an old mark of the same name no longer applies.
         get_bad_mark_path(path, entry.key).unlink(missing_ok=True)
-    sync_folder(folder)
+    fsync_folder(folder)
     return path
 
 
@@ -226,7 +227,7 @@ def _build_header(entries: Sequence[EncodedEntry]) -> bytes:
         unshared = {name: value for name, value in entry.facts.items() if name not in shared}
         metadata[entry.key] = f"{entry.digest.hex()} {json.dumps([entry.sample, unshared], sort_keys=True)}"
         for name, dtype, shape in entry.layout.tensors:
-            begin, end = entry.layout.bounds[name]
+            begin, end = entry.layout.tensor_byte_ranges[name]
             offsets = [start + begin, start + end]
             header[f"{entry.key}/{name}"] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
         start += entry.layout.nbytes
@@ -294,7 +295,7 @@ def _parse_layout(tensors: Sequence[tuple[str, Any]], layouts: dict[Any, EntryLa
         layout = layouts[descriptions] = EntryLayout(descriptions)
     start = tensors[0][1]["data_offsets"][0]
     # The offsets must be exactly those of the layout, without gaps or overlaps.
-    expected = [[start + begin, start + end] for begin, end in layout.bounds.values()]
+    expected = [[start + begin, start + end] for begin, end in layout.tensor_byte_ranges.values()]
     offsets = [tensor["data_offsets"] for _, tensor in tensors]
     if type(start) is not int or start < 0 or offsets != expected:
         raise ValueError
@@ -316,7 +317,7 @@ class OpenShard:
         if hasattr(self, "_handle"):
             close(self._handle)
 
-    def get_stamp(self) -> tuple[int, int]:
+    def get_file_stamp(self) -> tuple[int, int]:
         """Size and modification time (ns) of a shard's file; both are -1 once it was replaced or removed."""
         state = os.fstat(self._handle)
         return (state.st_size, state.st_mtime_ns) if state.st_nlink else (-1, -1)

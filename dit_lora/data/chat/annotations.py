@@ -10,9 +10,9 @@ from dit_lora.config.data import SourceConfig
 from dit_lora.config.recipe import DataConfig
 from dit_lora.config.remedies import describe_missing_conversations
 from dit_lora.data.chat.conversation import Conversation, Conversations
-from dit_lora.data.chat.json_records import Record, read_records
+from dit_lora.data.chat.json_records import AnnotationRecord, read_records
 from dit_lora.data.chat.records import ChatRecord, parse_record
-from dit_lora.data.media.media import IMAGE_SUFFIXES, MediaFile, resolve_below
+from dit_lora.data.media.media import IMAGE_SUFFIXES, MediaFile, resolve_path_below
 from dit_lora.data.sources.clips import ClipProblem
 from dit_lora.data.sources.scan import read_all_sources
 from dit_lora.errors import DitLoraError
@@ -75,7 +75,7 @@ class _AnnotationFile:
             )
         return self._conversations
 
-    def _add_record(self, record: Record) -> None:
+    def _add_record(self, record: AnnotationRecord) -> None:
         location = f"{self._path.name}#{record.number}"
         if record.fault is not None:
             self._add_problem(location, record, "unreadable", f"not JSON: {record.fault}")
@@ -94,7 +94,9 @@ class _AnnotationFile:
         if not sample.faults:
             self._add_conversation(sample_id, record, sample, self._media[name] if name is not None else None)
 
-    def _add_conversation(self, sample_id: str, record: Record, sample: ChatRecord, media: MediaFile | None) -> None:
+    def _add_conversation(
+        self, sample_id: str, record: AnnotationRecord, sample: ChatRecord, media: MediaFile | None
+    ) -> None:
         """Add a conversation without faults, unless an earlier one has the same content."""
         # The same turns about the same part of the same file are one sample.
         content = (media, sample.turns, sample.system, sample.start, sample.end)
@@ -109,7 +111,7 @@ class _AnnotationFile:
         )
         self._conversations.usable.append(conversation)
 
-    def _add_problem(self, sample_id: str, record: Record, code: str, message: str) -> None:
+    def _add_problem(self, sample_id: str, record: AnnotationRecord, code: str, message: str) -> None:
         self._conversations.problems.append(ClipProblem(sample_id, code, f"{message} (record {record.number})"))
 
     def _resolve_media(self, sample: ChatRecord) -> str | None:
@@ -120,7 +122,7 @@ class _AnnotationFile:
                 "remote_media", f"{file_name[:80]} is not a path; download it and give the name of the file"
             )
             return None
-        name = resolve_below(self._root, file_name)
+        name = resolve_path_below(self._root, file_name)
         if name is None:
             message = f"{file_name} is outside of {self._root}; set data.media to a folder that contains it"
             sample.add_fault("unsafe_path", message)

@@ -28,7 +28,7 @@ class NothingToLearnError(UnusableSampleError):
     code = "no_labels"
 
 
-def fit_to_length(rendered: RenderedConversation, max_tokens: int) -> RenderedConversation:
+def shorten_conversation(rendered: RenderedConversation, max_tokens: int) -> RenderedConversation:
     """Shorten a conversation to at most `max_tokens` tokens by removing the middle of the longest questions.
 
     The longest questions are cut to one common length; shorter ones stay. The middle is removed because a
@@ -59,7 +59,7 @@ def fit_to_length(rendered: RenderedConversation, max_tokens: int) -> RenderedCo
             f"tokens of each question ({min_tokens}) need {unshortened + min_tokens} tokens; "
             f"chat.max_tokens is {max_tokens}: raise it, or split the sample"
         )
-    lengths = iter(_level_lengths(questions, question_budget))
+    lengths = iter(_cap_lengths_to_budget(questions, question_budget))
     pieces = []
     for piece in rendered.pieces:
         num_dropped = len(piece.ids) - next(lengths) if piece.part == "question" else 0
@@ -73,7 +73,7 @@ def fit_to_length(rendered: RenderedConversation, max_tokens: int) -> RenderedCo
     return replace(rendered, pieces=tuple(pieces))
 
 
-def _level_lengths(lengths: Sequence[int], token_budget: int) -> list[int]:
+def _cap_lengths_to_budget(lengths: Sequence[int], token_budget: int) -> list[int]:
     """Shorten the longest of several lengths to a common level, so that their sum is `token_budget`.
 
     The level differs by at most a token.

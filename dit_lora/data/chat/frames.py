@@ -11,17 +11,17 @@ import numpy as np
 import torch
 from PIL import Image
 
-from dit_lora.data.media.decode import Instants
+from dit_lora.data.media.decode import ArbitraryFrameTimes
 from dit_lora.data.media.kind import is_image
 from dit_lora.data.media.media import Media, to_media
-from dit_lora.data.media.pictures import scale_to_cover, stack_planes
+from dit_lora.data.media.pictures import scale_to_cover, stack_pictures
 from dit_lora.data.media.video import ClipError, decode_pictures
 
 _ASPECT_RANGE = (3 / 4, 4 / 3)
 _MAX_TRIES = 10
 
 
-class Box(NamedTuple):
+class CropBox(NamedTuple):
     """Crop box of an upright picture, in fractions of its height and width."""
 
     top: float
@@ -90,7 +90,7 @@ def read_frames_at(
     height: int,
     width: int,
     fit: Literal["stretch", "cover"],
-    box: Box | None = None,
+    box: CropBox | None = None,
 ) -> torch.Tensor:
     """Frames nearest to `seconds` since the clip's first frame, as uint8 (F, 3, H, W).
 
@@ -122,16 +122,16 @@ def read_frames_at(
         return np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
 
     # Fewer pictures than times mean that the file ends before its stated length.
-    chosen = decode_pictures(media, Instants(times), fit_picture)
+    chosen = decode_pictures(media, ArbitraryFrameTimes(times), fit_picture)
     if len(chosen) < len(times) and not is_image(media):
         raise ClipError(
             f"{media.name}: it ends before {times[len(chosen)]:.2f} s, where a frame is needed, though its "
             "header says that it is longer; encode it again or remove it"
         )
-    return torch.from_numpy(stack_planes(chosen))
+    return torch.from_numpy(stack_pictures(chosen))
 
 
-def sample_random_box(generator: torch.Generator, min_share: float, aspect: float = 1.0) -> Box:
+def sample_random_box(generator: torch.Generator, min_share: float, aspect: float = 1.0) -> CropBox:
     """Random crop box with `min_share` to 1 of the picture's area and a ratio of 3:4 to 4:3, anywhere in the picture.
 
     `aspect` is the picture's width divided by its height. After ten draws that do not fit, it is the largest crop in
@@ -145,7 +145,7 @@ def sample_random_box(generator: torch.Generator, min_share: float, aspect: floa
         relative = math.exp(low + (high - low) * ratio) / aspect
         width, height = math.sqrt(share * relative), math.sqrt(share / relative)
         if width <= 1 and height <= 1:
-            return Box((1 - height) * down, (1 - width) * across, height, width)
+            return CropBox((1 - height) * down, (1 - width) * across, height, width)
     width = min(1.0, _ASPECT_RANGE[1] / aspect)
     height = min(1.0, aspect / _ASPECT_RANGE[0])
-    return Box((1 - height) / 2, (1 - width) / 2, height, width)
+    return CropBox((1 - height) / 2, (1 - width) / 2, height, width)

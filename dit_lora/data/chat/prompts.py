@@ -12,8 +12,8 @@ from typing import Literal
 from transformers import PreTrainedTokenizerBase
 
 from dit_lora.data.chat.conversation import Conversation, Turn
-from dit_lora.data.chat.rendered import Piece, RenderedConversation
-from dit_lora.data.chat.spans import Span, tokenize_spans
+from dit_lora.data.chat.rendered import RenderedConversation, TokenPiece
+from dit_lora.data.chat.spans import TextSpan, tokenize_spans
 
 FormatName = Literal["mistral", "vicuna", "phi3"]
 _MARKERS = {"image": ("<Image>", "</Image>"), "video": ("<Video>", "</Video>")}
@@ -115,7 +115,7 @@ def render_prompt(
     if conversation.kind == "text" and not (conversation.turns[0].question or style.has_media_in_question):
         # The answer begins with a space too; upstream's two spaces are a single token.
         preface = preface.rstrip()
-    before, after = [Span(preface, "fixed")], list[Span]()
+    before, after = [TextSpan(preface, "fixed")], list[TextSpan]()
     if conversation.kind == "text":
         # Without media nothing splits the text, so it is tokenised as a whole.
         after, before = before, after
@@ -126,8 +126,8 @@ def render_prompt(
             # As in video_utils.py. Python prints 1.0 and not 1, which changes the tokens.
             listed = ", ".join(str(round(second, 1)) for second in seconds)
             timing = f" The video contains {len(seconds)} frames sampled at {listed} seconds."
-        before.append(Span(style.media[0] + start, "fixed"))
-        after.append(Span(end + timing + style.media[1], "fixed"))
+        before.append(TextSpan(style.media[0] + start, "fixed"))
+        after.append(TextSpan(end + timing + style.media[1], "fixed"))
     for index, turn in enumerate(conversation.turns):
         is_last = index == len(conversation.turns) - 1
         # The turn that holds the media is already open, so its question does not begin a new one.
@@ -138,11 +138,11 @@ def render_prompt(
         before, after = _strip_spans(before), _strip_spans(after)
     pieces = tokenize_spans(tokenizer, before)
     if conversation.kind != "text":
-        pieces.append(Piece((media_token_id,) * num_media_tokens, "media"))
+        pieces.append(TokenPiece((media_token_id,) * num_media_tokens, "media"))
     pieces += tokenize_spans(tokenizer, after)
     if tokenizer.bos_token_id is not None:
         # One BOS token for the whole prompt, as upstream adds it.
-        pieces.insert(0, Piece((tokenizer.bos_token_id,), "fixed"))
+        pieces.insert(0, TokenPiece((tokenizer.bos_token_id,), "fixed"))
     return RenderedConversation(tuple(pieces))
 
 
@@ -161,26 +161,31 @@ def build_instruction(name: FormatName, conversation: Conversation) -> str:
 
 def _build_turn_spans(
     style: PromptFormat, turn: Turn, index: int, *, is_open: bool, include_answer: bool
-) -> list[Span]:
+) -> list[TextSpan]:
     question, answer = turn.question, turn.answer
     if style.has_media_in_question:
         # In this format, upstream strips both.
         question, answer = question.strip(), answer.strip()
-    spans = [Span(style.answer_header, "fixed")]
+    spans = [TextSpan(style.answer_header, "fixed")]
     if question or style.has_media_in_question:
         before = "" if is_open else style.question[0]
-        spans = [Span(before, "fixed"), Span(question, "question"), Span(style.question[1], "fixed"), *spans]
+        spans = [
+            TextSpan(before, "fixed"),
+            TextSpan(question, "question"),
+            TextSpan(style.question[1], "fixed"),
+            *spans,
+        ]
     # The end of the previous answer may also begin this turn, and is written once (Vicuna's ###).
     if index:
-        spans[0] = Span(style.turn_separator + spans[0].text.removeprefix(style.shared_marker), "fixed")
+        spans[0] = TextSpan(style.turn_separator + spans[0].text.removeprefix(style.shared_marker), "fixed")
     if include_answer:
-        spans.append(Span(style.answer[0] + answer + style.answer[1], "answer"))
+        spans.append(TextSpan(style.answer[0] + answer + style.answer[1], "answer"))
     return spans
 
 
-def _strip_spans(spans: list[Span]) -> list[Span]:
+def _strip_spans(spans: list[TextSpan]) -> list[TextSpan]:
     """Drop empty spans at the start of a prompt, and the white space before the first remaining one."""
     spans = [span for span in spans if span.text]
     if spans:
-        spans[0] = Span(spans[0].text.lstrip(), spans[0].part)
+        spans[0] = TextSpan(spans[0].text.lstrip(), spans[0].part)
     return spans

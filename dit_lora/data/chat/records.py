@@ -62,7 +62,7 @@ def parse_record(record: object) -> ChatRecord:
             elif name is not None:
                 sample.add_fault("record_type", f"its {key} must be a file's name; got {_shorten_repr(name)}")
     if "QA" in record:
-        _read_qa(record["QA"], sample)
+        _read_question_answers(record["QA"], sample)
         sample.is_independent = True
     elif "messages" in record or "conversations" in record:
         key = "messages" if "messages" in record else "conversations"
@@ -70,13 +70,15 @@ def parse_record(record: object) -> ChatRecord:
     else:
         keys = ", ".join(map(str, record)) or "none"
         sample.add_fault("record_keys", f"it has none of the keys QA, messages, conversations; it has {keys}")
-    _set_medium(record, sample, media)
+    _set_record_media(record, sample, media)
     _read_time_range(record, sample)
     _check_texts(sample)
     return sample
 
 
-def _set_medium(record: Mapping[Any, Any], sample: ChatRecord, media: list[tuple[ConversationKind, str]]) -> None:
+def _set_record_media(
+    record: Mapping[Any, Any], sample: ChatRecord, media: list[tuple[ConversationKind, str]]
+) -> None:
     # The same file may be named by a key and again by a part of a message.
     media = list(dict.fromkeys(media))
     if len(media) > 1:
@@ -94,7 +96,7 @@ def _set_medium(record: Mapping[Any, Any], sample: ChatRecord, media: list[tuple
                 )
 
 
-def _read_qa(qa: object, sample: ChatRecord) -> None:
+def _read_question_answers(qa: object, sample: ChatRecord) -> None:
     """Read a conversation in VideoChat2's format: a list of questions `q`, answers `a` and instructions `i`."""
     if not isinstance(qa, list):
         sample.add_fault("record_type", f"its QA is of type {_type_name(qa)}, not a list")
@@ -198,7 +200,7 @@ class _MessageReader:
     def _extract_text(self, content: object, location: str, role: str | None) -> str:
         """Text of a message; in questions, placeholders for media are removed."""
         if isinstance(content, str):
-            return self._trim(self._strip_placeholders(content, role), role)
+            return self._trim_message(self._strip_placeholders(content, role), role)
         if not isinstance(content, list):
             message = f"the content of {location} is of type {_type_name(content)}, neither text nor parts"
             self._sample.add_fault("record_type", message)
@@ -209,14 +211,14 @@ class _MessageReader:
             if kind == "text" and isinstance(part.get("text"), str):
                 texts.append(self._strip_placeholders(part["text"], role))
             elif kind in ("image", "video"):
-                self._add_medium(part, kind, location, role)
+                self._add_media_part(part, kind, location, role)
             else:
                 message = f"{location} has a part that is not text, an image or a video: {_shorten_repr(part)}"
                 self._sample.add_fault("record_type", message)
-        return self._trim("".join(texts), role)
+        return self._trim_message("".join(texts), role)
 
     @staticmethod
-    def _trim(text: str, role: str | None) -> str:
+    def _trim_message(text: str, role: str | None) -> str:
         """Remove surrounding white space from a message's text; an answer keeps its indentation."""
         return trim_answer(text) if role == "assistant" else text.strip()
 
@@ -227,7 +229,7 @@ class _MessageReader:
         self._placeholder_turns += [len(self._turns)] * len(_MEDIA_PLACEHOLDER.findall(text))
         return _MEDIA_PLACEHOLDER.sub("", text)
 
-    def _add_medium(self, part: Mapping[Any, Any], kind: str, location: str, role: str | None) -> None:
+    def _add_media_part(self, part: Mapping[Any, Any], kind: str, location: str, role: str | None) -> None:
         if role != "user":
             self._sample.add_fault("placeholder", f"{location} has an image or video; only questions may have one")
         self._placeholder_turns.append(len(self._turns))

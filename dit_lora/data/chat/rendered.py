@@ -9,7 +9,7 @@ Part = Literal["fixed", "media", "question", "answer"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TokenPiece:
     """Consecutive tokens of a conversation that are of one kind, such as an answer."""
 
     ids: tuple[int, ...]
@@ -23,7 +23,7 @@ class Piece:
 class RenderedConversation:
     """Tokens of one rendered conversation, without padding."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TokenPiece, ...]
     instruction: tuple[int, ...] = ()
     """Text that a Q-Former reads together with the picture, as ids of its own tokenizer."""
 

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from dit_lora.data.chat.rendered import Part, Piece
+from dit_lora.data.chat.rendered import Part, TokenPiece
 from dit_lora.errors import DitLoraError
 
 
-class Span(NamedTuple):
+class TextSpan(NamedTuple):
     """Consecutive characters of a prompt that are of one kind, such as an answer."""
 
     text: str
@@ -19,8 +19,8 @@ class Span(NamedTuple):
 
 
 def tokenize_spans(
-    tokenizer: PreTrainedTokenizerBase, spans: Sequence[Span], *, add_special_tokens: bool = False
-) -> list[Piece]:
+    tokenizer: PreTrainedTokenizerBase, spans: Sequence[TextSpan], *, add_special_tokens: bool = False
+) -> list[TokenPiece]:
     """Tokenize the joined text of the spans; returns tokens by span.
 
     A token belongs to the span of its last character. The tokens are those of the whole text, as at inference: a model
@@ -48,18 +48,18 @@ def tokenize_spans(
     )
     piece_keys: list[tuple[Part, int]] = []
     for start, stop in encoded["offset_mapping"]:
-        owner = _find_owner(spans, ends, start, stop)
+        owner = _find_token_span(spans, ends, start, stop)
         part = spans[owner].part
         # Each question and answer is a separate piece; -1 joins neighbouring spans of fixed text or media to one.
         piece_keys.append((part, owner if part in ("question", "answer") else -1))
     tokens = zip(piece_keys, encoded["input_ids"], strict=True)
     return [
-        Piece(tuple(token for _, token in group), part)
+        TokenPiece(tuple(token for _, token in group), part)
         for (part, _), group in groupby(tokens, key=lambda pair: pair[0])
     ]
 
 
-def _find_owner(spans: Sequence[Span], ends: Sequence[int], start: int, stop: int) -> int:
+def _find_token_span(spans: Sequence[TextSpan], ends: Sequence[int], start: int, stop: int) -> int:
     """Index of the span that a token with these characters belongs to."""
     # Byte-level tokenizers may omit white space: a token without characters belongs to those before it.
     # The span of the token's last character, and below that of its first.

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dit_lora.data.chat.conversation import Conversation, trim_answer
 from dit_lora.data.chat.rendered import RenderedConversation
-from dit_lora.data.chat.spans import Span, tokenize_spans
+from dit_lora.data.chat.spans import TextSpan, tokenize_spans
 from dit_lora.errors import DitLoraError
 
 Message = dict[str, Any]
@@ -21,7 +21,7 @@ class HasChatTemplate(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class MediaText:
+class MediaPlaceholderText:
     """Text that a chat template writes for media, and the text by which the processor would replace it.
 
     An example is `<|vision_start|><|video_pad|><|vision_end|>`, and the same with the pad token repeated and
@@ -36,7 +36,7 @@ def render_template(
     template: HasChatTemplate,
     tokenizer: PreTrainedTokenizerBase,
     conversation: Conversation,
-    media: MediaText | None,
+    media: MediaPlaceholderText | None,
     *,
     include_answer: bool = True,
 ) -> RenderedConversation:
@@ -78,14 +78,14 @@ def render_template(
 
 def _build_spans(
     template: HasChatTemplate, conversation: Conversation, end_tokens: tuple[str, list[str]], include_answer: bool
-) -> list[Span]:
+) -> list[TextSpan]:
     """Render a conversation turn by turn with a chat template; returns spans of text.
 
     `end_tokens` are the end-of-text token, and all special tokens.
     """
     system = conversation.system
     messages = [_make_message("system", system)] if system else []
-    spans, text_so_far = list[Span](), ""
+    spans, text_so_far = list[TextSpan](), ""
     for index, turn in enumerate(conversation.turns):
         question, answer = turn.question.strip(), trim_answer(turn.answer)
         is_last = index == len(conversation.turns) - 1
@@ -97,10 +97,14 @@ def _build_spans(
         # Take the last occurrence of the question in the prompt: earlier turns may contain the same text.
         position = added.rfind(question) if question else -1
         if position < 0:
-            spans.append(Span(added, "fixed"))
+            spans.append(TextSpan(added, "fixed"))
         else:
             after = position + len(question)
-            spans += [Span(added[:position], "fixed"), Span(question, "question"), Span(added[after:], "fixed")]
+            spans += [
+                TextSpan(added[:position], "fixed"),
+                TextSpan(question, "question"),
+                TextSpan(added[after:], "fixed"),
+            ]
         if not index and system.strip() not in prompt:
             raise DitLoraError(
                 "the chat template does not use the system text; remove chat.system and the samples' `system`, "
@@ -138,7 +142,7 @@ def _remove_prefix(prefix: str, text: str, changed_part: str) -> str:
     return text[len(prefix) :]
 
 
-def _split_answer(reply: str, answer: str, end_tokens: tuple[str, list[str]], *, is_last: bool) -> list[Span]:
+def _split_answer(reply: str, answer: str, end_tokens: tuple[str, list[str]], *, is_last: bool) -> list[TextSpan]:
     """Split the text after a prompt into an answer with its end of turn, and the fixed text after it."""
     if answer not in reply:
         # Templates may trim answers, and inference sees the trimmed text.
@@ -162,7 +166,7 @@ def _split_answer(reply: str, answer: str, end_tokens: tuple[str, list[str]], *,
     elif is_last:
         reply = reply[:stop] + end_of_text
         stop = len(reply)
-    return [Span(reply[:stop], "answer"), Span("" if is_last else reply[stop:], "fixed")]
+    return [TextSpan(reply[:stop], "answer"), TextSpan("" if is_last else reply[stop:], "fixed")]
 
 
 def _make_message(role: str, text: str, kind: str = "text") -> Message:
@@ -173,7 +177,7 @@ def _make_message(role: str, text: str, kind: str = "text") -> Message:
     return {"role": role, "content": content}
 
 
-def _expand_placeholder(spans: Sequence[Span], media: MediaText | None) -> list[Span]:
+def _expand_placeholder(spans: Sequence[TextSpan], media: MediaPlaceholderText | None) -> list[TextSpan]:
     if media is None:
         return list(spans)
     num_placeholders = sum(span.text.count(media.placeholder) for span in spans)
@@ -186,7 +190,7 @@ def _expand_placeholder(spans: Sequence[Span], media: MediaText | None) -> list[
     for span in spans:
         # The placeholder may be inside a span, which is then split in three.
         before, placeholder, after = span.text.partition(media.placeholder)
-        expanded.append(Span(before, span.part))
+        expanded.append(TextSpan(before, span.part))
         if placeholder:
-            expanded += [Span(media.expansion, "media"), Span(after, span.part)]
+            expanded += [TextSpan(media.expansion, "media"), TextSpan(after, span.part)]
     return expanded

@@ -12,7 +12,7 @@ def round_up_length(num_tokens: int, step: int) -> int:
     return -(-num_tokens // step) * step
 
 
-def to_tensors(
+def conversation_to_tensors(
     rendered: RenderedConversation, *, length: int, num_answers: int, instruction_length: int | None, pad_token_id: int
 ) -> dict[str, torch.Tensor]:
     """Convert a rendered conversation to int64 tensors, padded on the right.

@@ -34,7 +34,7 @@ class PieceView:
     num_dropped: int
 
     @property
-    def halves(self) -> tuple[tuple[Token, ...], tuple[Token, ...]]:
+    def tokens_around_gap(self) -> tuple[tuple[Token, ...], tuple[Token, ...]]:
         """Tokens of this part before and after those that were dropped."""
         head = len(self.tokens) - len(self.tokens) // 2 if self.num_dropped else len(self.tokens)
         return self.tokens[:head], self.tokens[head:]
@@ -62,18 +62,18 @@ def build_piece_views(rendered: RenderedConversation, tokenizer: PreTrainedToken
     return pieces
 
 
-def count_parts(rendered: RenderedConversation) -> dict[str, int]:
+def count_tokens_by_kind(rendered: RenderedConversation) -> dict[str, int]:
     """Number of tokens of each kind in a conversation, in the order of `PART_NAMES`."""
     return {name: rendered.count_tokens(part) for part, name in PART_NAMES.items()}
 
 
-def describe_rendered(rendered: RenderedConversation, *, kind: str, seconds: Sequence[float]) -> str:
+def describe_conversation(rendered: RenderedConversation, *, kind: str, seconds: Sequence[float]) -> str:
     """Summarize a conversation on one line: `video, 8 frames at 0.5 ... 11.2 s; 412 tokens: 96 media, ...`."""
     media = kind
     if kind == "video":
         span = f" at {seconds[0]:.4g} ... {seconds[-1]:.4g} s" if seconds else ""
         media += f", {len(seconds)} {'frame' if len(seconds) == 1 else 'frames'}{span}"
-    tokens = ", ".join(f"{count} {name}" for name, count in count_parts(rendered).items())
+    tokens = ", ".join(f"{count} {name}" for name, count in count_tokens_by_kind(rendered).items())
     dropped = sum(piece.num_dropped for piece in rendered.pieces)
     shortened = f"; {dropped} of the questions are left out" if dropped else ""
     return f"{media}; {len(rendered)} tokens: {tokens}{shortened}"
@@ -103,7 +103,7 @@ def build_terminal_view(
         style = _STYLES[piece.part]
         text = Text(style=style)
         # Tokens are dropped from the middle of a question, so show that gap between its halves.
-        before, after = piece.halves
+        before, after = piece.tokens_around_gap
         if piece.part == "media":
             text.append(f"<{piece.num_tokens} media tokens>")
         text.append(_escape_invisible("".join(token.text for token in before)))
@@ -112,7 +112,7 @@ def build_terminal_view(
             text.append(_escape_invisible("".join(token.text for token in after)))
         table.add_row(Text(PART_NAMES[piece.part], style), Text(str(piece.num_tokens), "dim"), text)
     heading = Text(_escape_invisible(sample_id), "bold")
-    return Group(heading, Text(describe_rendered(rendered, kind=kind, seconds=seconds), "dim"), Text(""), table)
+    return Group(heading, Text(describe_conversation(rendered, kind=kind, seconds=seconds), "dim"), Text(""), table)
 
 
 class _TokenDecoder:

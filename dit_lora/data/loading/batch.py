@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from dit_lora.data.loading.order import Order
+from dit_lora.data.loading.order import SampleOrder
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.data.storage import UnreadableError, enable_waiting_in_worker
 from dit_lora.numerics.streams import DrawFunctions, RandomInputs, RandomStreams, derive_seed, make_generator
@@ -107,7 +107,7 @@ def collate(samples: Sequence[Batch]) -> Batch:
 class OrderedDataset(Dataset):
     """Interface of a dataset with the sample at each position of a run."""
 
-    order: Order
+    order: SampleOrder
 
 
 @dataclass(kw_only=True, eq=False)
@@ -225,7 +225,7 @@ def _make_dead_worker_error(error: Exception) -> UnreadableError:
 
 
 @dataclass(frozen=True)
-class Reading:
+class DataReadingSettings:
     """Settings for reading the training set."""
 
     sampler: PositionSampler
@@ -259,7 +259,7 @@ class _CollateWithRandomInputs:
 
 def build_loader(
     dataset: OrderedDataset,
-    reading: Reading,
+    reading: DataReadingSettings,
     *,
     worker_dataset: Dataset | None = None,
     collate_fn: Callable[[list[Any]], Any] = collate,

@@ -18,18 +18,18 @@ from dit_lora.data.loading.batch import (
     PRESERVE_PREFIX,
     PRESERVE_WEIGHT,
     Batch,
+    DataReadingSettings,
     OrderedDataset,
-    Reading,
     build_loader,
     make_sample_seed,
 )
-from dit_lora.data.loading.order import Order
+from dit_lora.data.loading.order import SampleOrder
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.numerics.streams import derive_seed, make_generator
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SampleCacheKeys:
     """Cache keys of one training sample: a clip, or one window of it."""
 
     id: str
@@ -67,7 +67,7 @@ class Entry:
         return self.mirror_key if mirrored else self.video_key
 
 
-class Encodings(Protocol):
+class EncodingSource(Protocol):
     """Interface for encoded clips or captions by key: a `TensorCache`, or an encoder that computes each on request."""
 
     def get_first_tensor_spec(self, keys: Sequence[str]) -> Spec: ...
@@ -98,16 +98,16 @@ class EncodedClips:
     `empty_text_key` is the key of the caption used by caption dropout.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[SampleCacheKeys, ...]
     empty_text_key: str
-    videos: Encodings
-    texts: Encodings
+    videos: EncodingSource
+    texts: EncodingSource
     guided_scale: float | None = None
     """Guidance of the target (`train.target: guided`): samples then have the empty caption too."""
 
-    def build_order(self, *, seed: int, quarantine: Quarantine, samples_per_step: int = 1) -> Order:
+    def build_order(self, *, seed: int, quarantine: Quarantine, samples_per_step: int = 1) -> SampleOrder:
         """Order in which a run, whose steps take `samples_per_step` samples, reads the entries."""
-        return Order(
+        return SampleOrder(
             [entry.id for entry in self.entries],
             seed=seed,
             quarantine=quarantine,
@@ -153,7 +153,7 @@ class EncodedClips:
         return any(entry.loss_weight != 1 for entry in self.entries)
 
     @cached_property
-    def empty_text(self) -> tuple[dict[str, torch.Tensor], str | None]:
+    def empty_caption_tensors(self) -> tuple[dict[str, torch.Tensor], str | None]:
         """Tensors of the caption used by caption dropout, and a message about a fault or None.
 
         It is read only once: if it became bad later, every sample would get the fault.
@@ -162,11 +162,11 @@ class EncodedClips:
         # Copy: a view would keep its whole shard mapped during the whole run.
         return {name: tensor.clone() for name, tensor in tensors.items()}, fault
 
-    def read(self, entry: Entry, text_key: str, sample_seed: int) -> "Batch":
+    def read(self, entry: SampleCacheKeys, text_key: str, sample_seed: int) -> "Batch":
         """Read one sample as a batch of one; its `faults` has a message if something is wrong."""
         spec = self.video_specs[entry.shape]
         video, video_fault = self.videos.read(entry.choose_video_key(sample_seed), spec)
-        text, text_fault = self._read_text(text_key)
+        text, text_fault = self._read_caption_tensors(text_key)
         tensors, preserved_fault = {**video, **text}, None
         # The caption without the trigger word is a second text input of the same sample.
         if (preserved_key := entry.choose_preserve_text_key(sample_seed)) is not None:
@@ -176,7 +176,7 @@ class EncodedClips:
         empty_fault = None
         if self.guided_scale is not None:
             empty_key = entry.empty_text_key or self.empty_text_key
-            empty, empty_fault = self._read_text(empty_key)
+            empty, empty_fault = self._read_caption_tensors(empty_key)
             tensors |= {f"{EMPTY_PREFIX}{name}": tensor for name, tensor in empty.items()}
             # Without a caption there is nothing to guide towards.
             tensors[GUIDED_SCALE] = torch.tensor(1.0 if text_key == empty_key else self.guided_scale)
@@ -191,11 +191,11 @@ class EncodedClips:
             faults={entry.id: "; ".join(faults)} if faults else {},
         )
 
-    def _read_text(self, key: str) -> tuple[dict[str, torch.Tensor], str | None]:
+    def _read_caption_tensors(self, key: str) -> tuple[dict[str, torch.Tensor], str | None]:
         """Tensors of a caption, and a message about a fault or None."""
-        return self.empty_text if key == self.empty_text_key else self.texts.read(key, self.text_spec)
+        return self.empty_caption_tensors if key == self.empty_text_key else self.texts.read(key, self.text_spec)
 
-    def select_example_entries(self) -> Sequence[Entry]:
+    def select_example_entries(self) -> Sequence[SampleCacheKeys]:
         """Empty list of example entries, because every sample of a diffusion model uses the whole model."""
         # The interface is for chat models, in which a sample without pictures skips the vision encoder.
         return ()
@@ -204,11 +204,11 @@ class EncodedClips:
         """Empty dict, because the shapes in a forward pass do not depend on encoded values."""
         return {}
 
-    def read_sample(self, entry: Entry, sample_seed: int) -> "Batch":
+    def read_sample(self, entry: SampleCacheKeys, sample_seed: int) -> "Batch":
         """Read one sample with its real caption, as a batch of one; `faults` has a message if something is wrong."""
         return self.read(entry, entry.text_key, sample_seed)
 
-    def make_loader(self, reading: Reading) -> Iterable["Batch"]:
+    def make_loader(self, reading: DataReadingSettings) -> Iterable["Batch"]:
         """Create the DataLoader of the micro-batches at the sampler's positions, in order."""
         return build_loader(ClipDataset(self, reading), reading)
 
@@ -244,7 +244,7 @@ class CachedClips(EncodedClips):
         for cache, key, spec in [*videos, *texts]:
             # The fault may be in the clip or in the caption, so mark only the entries that are bad now. They may have
             # been damaged after this process has verified them.
-            cache.verify_again(key)
+            cache.reverify_on_next_read(key)
             if cache.find_shard_path(key).exists() and cache.read(key, spec)[1]:
                 mark_paths.append(cache.mark_bad(key))
         return mark_paths
@@ -253,38 +253,40 @@ class CachedClips(EncodedClips):
 class ClipDataset(OrderedDataset):
     """Map-style dataset with the sample at each position of a run, including whether its caption is dropped."""
 
-    def __init__(self, clips: EncodedClips, reading: Reading) -> None:
+    def __init__(self, clips: EncodedClips, reading: DataReadingSettings) -> None:
         self.clips = clips
         # Compute these before the workers start: an error in a worker process would not reach the user.
-        _ = (clips.largest_shape, clips.empty_text, clips.has_loss_weights, clips.has_preserve_captions)
+        _ = (clips.largest_shape, clips.empty_caption_tensors, clips.has_loss_weights, clips.has_preserve_captions)
         self.order = clips.build_order(
             seed=reading.seed, quarantine=reading.quarantine, samples_per_step=reading.sampler.samples_per_step
         )
-        self.picker = Picker(clips.entries, self.order, reading.seed, reading.caption_dropout, clips.empty_text_key)
+        self.picker = SamplePicker(
+            clips.entries, self.order, reading.seed, reading.caption_dropout, clips.empty_text_key
+        )
 
     def __getitem__(self, position: int) -> Batch:
         return self.clips.read(*self.picker(position))
 
 
-class Pick(NamedTuple):
+class PickedSample(NamedTuple):
     """Sample at one position of a run, with the caption to use and the seed of its random numbers."""
 
-    entry: Entry
+    entry: SampleCacheKeys
     text_key: str
     sample_seed: int
 
 
 @dataclass(frozen=True)
-class Picker:
+class SamplePicker:
     """Chooses the sample at each position of a run, and whether its caption is dropped."""
 
-    entries: tuple[Entry, ...]
-    order: Order
+    entries: tuple[SampleCacheKeys, ...]
+    order: SampleOrder
     seed: int
     caption_dropout: float
     empty_text_key: str
 
-    def __call__(self, position: int) -> Pick:
+    def __call__(self, position: int) -> PickedSample:
         epoch, copy, index = self.order.get_occurrence(position)
         entry = self.entries[index]
         draw = make_sample_seed(entry.id, epoch, copy)
@@ -293,4 +295,4 @@ class Picker:
         # An empty caption of the sample itself takes precedence.
         empty = entry.empty_text_key or self.empty_text_key
         text_key = empty if share < self.caption_dropout else entry.text_key
-        return Pick(entry, text_key, draw)
+        return PickedSample(entry, text_key, draw)

@@ -26,7 +26,7 @@ from dit_lora.numerics.streams import derive_seed
 _MAX_EPOCH = 2**40
 
 
-class Occurrence(NamedTuple):
+class SampleOccurrence(NamedTuple):
     """One use of a sample in a run: the epoch, the copy within the epoch, and the sample's index."""
 
     epoch: int
@@ -36,7 +36,7 @@ class Occurrence(NamedTuple):
     """The sample's index into the order's `ids`."""
 
 
-class Order:
+class SampleOrder:
     """Order of the samples in a run; step s takes positions s * group .. s * group + group - 1.
 
     `buckets` gives each sample's bucket; samples of one step share a bucket (by default all samples do).
@@ -64,7 +64,7 @@ class Order:
         numbers = {bucket: number for number, bucket in enumerate(dict.fromkeys(buckets or [None]))}
         self._bucket_indices = np.array([numbers[bucket] for bucket in buckets], np.int64)
         self.num_buckets = len(numbers)
-        self._copies = _Copies.from_times(ids, times_per_epoch, seed)
+        self._copies = _SampleCopies.from_times(ids, times_per_epoch, seed)
         # Samples with a fractional number of times, which need a count of their own for each epoch.
         self._fractional_samples = np.flatnonzero(self._copies.extra_share)
         # Draws of each bucket that come in every epoch, (buckets,).
@@ -73,11 +73,11 @@ class Order:
 
     def reset(self) -> None:
         """Discard the computed order, because samples were added to the quarantine."""
-        self._removed: _RemovedDraws | None = None
+        self._removed: _RemovedUses | None = None
         # First step and draws, (steps, group, 3), of the epoch that was used last.
         self._cached_steps: tuple[int, np.ndarray] = (0, np.empty((0, self.samples_per_step, 3), np.int64))
 
-    def get_occurrence(self, position: int) -> Occurrence:
+    def get_occurrence(self, position: int) -> SampleOccurrence:
         """Sample at a position of the run; raises `DitLoraError` if no sample is left for it."""
         step, index = divmod(position, self.samples_per_step)
         first_step, steps = self._cached_steps
@@ -85,7 +85,7 @@ class Order:
         if not first_step <= step < first_step + len(steps):
             epoch = self._find_epoch(step)
             first_step, steps = self._cached_steps = (self._count_steps_before(epoch), self._list_steps(epoch))
-        return Occurrence(*steps[step - first_step, index].tolist())
+        return SampleOccurrence(*steps[step - first_step, index].tolist())
 
     def _find_epoch(self, step: int) -> int:
         """Epoch to which the last sample of a step belongs."""
@@ -105,7 +105,7 @@ class Order:
 
     def _count_draws_before(self, epoch: int) -> np.ndarray:
         """Number of samples of each bucket that come before an epoch, int64 (buckets,), without left-out ones."""
-        partial = self._copies.count_extra_before(epoch, self._fractional_samples)
+        partial = self._copies.count_extra_copies_before(epoch, self._fractional_samples)
         # Whole copies are proportional to the epoch; the extra ones are added by sample.
         total = self._counts_per_epoch * epoch + self._sum_by_bucket(
             self._bucket_indices[self._fractional_samples], partial
@@ -114,7 +114,7 @@ class Order:
         if len(removed.sample_index):
             # Draws that the quarantine removes do not fill steps.
             total -= self._sum_by_bucket(
-                self._bucket_indices[removed.sample_index], removed.count_before(epoch, self._copies)
+                self._bucket_indices[removed.sample_index], removed.count_uses_before(epoch, self._copies)
             )
         return total
 
@@ -123,9 +123,9 @@ class Order:
         # bincount adds weights in float64, which holds integers up to 2^53 exactly.
         return np.bincount(buckets, weights=counts, minlength=self.num_buckets).astype(np.int64)
 
-    def _get_removed(self) -> "_RemovedDraws":
+    def _get_removed(self) -> "_RemovedUses":
         if self._removed is None:
-            self._removed = _RemovedDraws.from_quarantine(self.ids, self.quarantine)
+            self._removed = _RemovedUses.from_quarantine(self.ids, self.quarantine)
         return self._removed
 
     def _list_steps(self, epoch: int) -> np.ndarray:
@@ -169,8 +169,8 @@ class Order:
 
     def _list_draws(self, epoch: int, members: np.ndarray) -> np.ndarray:
         """Order of the samples `members` (ascending indices) in an epoch, int64 (N, 3): epoch, copy, index."""
-        before = self._copies.count_before(epoch, members)
-        counts = self._copies.count_before(epoch + 1, members) - before
+        before = self._copies.count_uses_before(epoch, members)
+        counts = self._copies.count_uses_before(epoch + 1, members) - before
         index = np.repeat(members, counts)
         # Copies of a sample are numbered from 0.
         copy = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -181,7 +181,7 @@ class Order:
         # A stable sort, so that equal hashes have one order everywhere.
         order = np.argsort(keys, kind="stable")
         index, copy = index[order], copy[order]
-        is_kept = copy < self._get_removed().count_kept(epoch, len(self.ids))[index]
+        is_kept = copy < self._get_removed().count_remaining_copies(epoch, len(self.ids))[index]
         draws = np.stack([np.full(len(index), epoch), copy, index], axis=1)
         return draws[is_kept]
 
@@ -198,7 +198,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class _Copies:
+class _SampleCopies:
     """How often each sample comes: `num_whole` times in each epoch, and once more in `extra_share` of the epochs.
 
     The extra times are spread evenly, with a `phase` from a hash of (seed, sample), so that a formula counts them.
@@ -209,7 +209,7 @@ class _Copies:
     phase: np.ndarray
 
     @classmethod
-    def from_times(cls, ids: Sequence[str], times_per_epoch: Sequence[float] | None, seed: int) -> "_Copies":
+    def from_times(cls, ids: Sequence[str], times_per_epoch: Sequence[float] | None, seed: int) -> "_SampleCopies":
         """Compute how often samples come from `times_per_epoch`; None means once. Raises `ValueError` below 1."""
         requested = np.ones(len(ids)) if times_per_epoch is None else np.asarray(times_per_epoch, np.float64)
         if not (np.isfinite(requested).all() and (requested >= 1).all()):
@@ -221,18 +221,18 @@ class _Copies:
             phase[index] = (derive_seed(seed, "times", ids[index]) >> 10) / 2**53
         return cls(whole_times.astype(np.int64), requested - whole_times, phase)
 
-    def count_extra_before(self, epoch: int | np.ndarray, index: np.ndarray) -> np.ndarray:
+    def count_extra_copies_before(self, epoch: int | np.ndarray, index: np.ndarray) -> np.ndarray:
         """Number of extra copies of each of these samples in all epochs before this one."""
         # A share of 0.5 gives one extra copy in every second epoch, shifted by the phase.
         return np.floor(self.extra_share[index] * epoch + self.phase[index]).astype(np.int64)
 
-    def count_before(self, epoch: int | np.ndarray, index: np.ndarray) -> np.ndarray:
+    def count_uses_before(self, epoch: int | np.ndarray, index: np.ndarray) -> np.ndarray:
         """Number of times that each of these samples came in all epochs before this one."""
-        return self.num_whole[index] * epoch + self.count_extra_before(epoch, index)
+        return self.num_whole[index] * epoch + self.count_extra_copies_before(epoch, index)
 
 
 @dataclass(frozen=True)
-class _RemovedDraws:
+class _RemovedUses:
     """Uses of samples removed by the quarantine: in epochs start..end-1, only the first `num_kept` copies stay."""
 
     sample_index: np.ndarray
@@ -243,7 +243,7 @@ class _RemovedDraws:
     """The epoch from which on nothing changes any more."""
 
     @classmethod
-    def from_quarantine(cls, ids: Sequence[str], quarantine: Quarantine) -> "_RemovedDraws":
+    def from_quarantine(cls, ids: Sequence[str], quarantine: Quarantine) -> "_RemovedUses":
         rows, settled = [], 0
         for number, sample in enumerate(ids):
             edges: set[int] = set()
@@ -261,14 +261,16 @@ class _RemovedDraws:
         index, starts, ends, copies = np.array(rows, np.int64).reshape(-1, 4).T
         return cls(index, starts, ends, copies, settled)
 
-    def count_before(self, epoch: int, copies: _Copies) -> np.ndarray:
+    def count_uses_before(self, epoch: int, copies: _SampleCopies) -> np.ndarray:
         """Number of uses that each quarantine record removes before an epoch."""
         start, end = np.minimum(epoch, self.start_epoch), np.minimum(epoch, self.end_epoch)
-        num_draws = copies.count_before(end, self.sample_index) - copies.count_before(start, self.sample_index)
+        num_draws = copies.count_uses_before(end, self.sample_index) - copies.count_uses_before(
+            start, self.sample_index
+        )
         # Only rows of a single epoch keep copies, so `num_kept` is subtracted once.
         return np.maximum(0, num_draws - self.num_kept)
 
-    def count_kept(self, epoch: int, num_samples: int) -> np.ndarray:
+    def count_remaining_copies(self, epoch: int, num_samples: int) -> np.ndarray:
         """Number of copies of each sample that the quarantine leaves in an epoch; the largest integer if all stay."""
         limits = np.full(num_samples, np.iinfo(np.int64).max)
         is_active = (self.start_epoch <= epoch) & (epoch < self.end_epoch)

@@ -123,7 +123,7 @@ class Quarantine:
         limits = (record.count_kept_copies(epoch) for record in self.get_records(sample_id))
         return min((number for number in limits if number is not None), default=None)
 
-    def is_left_out(self, sample_id: str, epoch: int, copy: int = 0) -> bool:
+    def is_copy_quarantined(self, sample_id: str, epoch: int, copy: int = 0) -> bool:
         """True if this copy of a sample is left out of training in an epoch."""
         limit = self.count_kept_copies(sample_id, epoch)
         return limit is not None and copy >= limit

@@ -10,12 +10,12 @@ from torch import nn
 
 from dit_lora.data.buckets.report import BucketReport
 from dit_lora.data.cache.cache import Spec
-from dit_lora.data.loading.batch import Batch, Reading
-from dit_lora.data.loading.order import Order
+from dit_lora.data.loading.batch import Batch, DataReadingSettings
+from dit_lora.data.loading.order import SampleOrder
 from dit_lora.data.loading.quarantine import Quarantine
 
 
-class AnyEntry(Protocol):
+class TrainingEntry(Protocol):
     """Interface of one sample of a training set, before it is read."""
 
     @property
@@ -30,25 +30,25 @@ class TrainingSet(Protocol):
     """Interface of the samples that a run trains on."""
 
     @property
-    def entries(self) -> Sequence[AnyEntry]: ...
+    def entries(self) -> Sequence[TrainingEntry]: ...
 
     @property
     def largest_shape(self) -> tuple[Any, Spec]:
         """Shape with the largest volume in the training set, and the shapes and dtypes of such a sample's tensors."""
 
-    def select_example_entries(self) -> Sequence[AnyEntry]:
+    def select_example_entries(self) -> Sequence[TrainingEntry]:
         """One sample of each kind, if samples use different parts of the model, such as a vision encoder."""
 
     def integer_inputs(self) -> dict[str, torch.Tensor]:
         """Integer inputs of a sample of the largest shape that decide shapes in a forward pass, such as token ids."""
 
-    def build_order(self, *, seed: int, quarantine: Quarantine, samples_per_step: int = 1) -> Order:
+    def build_order(self, *, seed: int, quarantine: Quarantine, samples_per_step: int = 1) -> SampleOrder:
         """Order in which a run, whose steps take `samples_per_step` samples, reads the entries."""
 
     def read_sample(self, entry: Any, sample_seed: int) -> Batch:
         """Read one sample, with nothing dropped, as a batch of one; `faults` has a message if something is wrong."""
 
-    def make_loader(self, reading: Reading) -> Iterable[Batch]:
+    def make_loader(self, reading: DataReadingSettings) -> Iterable[Batch]:
         """Create the DataLoader of the micro-batches at the sampler's positions, in order."""
 
     def find_token_problems(self, model: nn.Module) -> list[str] | None:

@@ -109,7 +109,7 @@ class _SoundReader:
     """Decodes the sound of one clip once from its beginning, for consecutive windows."""
 
     def __init__(self, media: Media) -> None:
-        self.media, self.stamp = media, media.get_stamp()
+        self.media, self.stamp = media, media.get_file_stamp()
         with open_media(media) as container:
             # All times count from the first picture, as those of the frames do.
             self._first_picture_s = get_first_time(container, find_video_stream(container))
@@ -120,10 +120,10 @@ class _SoundReader:
         """End of the last frame that was dropped."""
         self._window = (-math.inf, -math.inf)
 
-    def can_continue(self, media: Media, start: float, end: float) -> bool:
+    def can_read_next_window(self, media: Media, start: float, end: float) -> bool:
         """True if a window is of this clip, and neither begins nor ends before the previous one."""
         before = self._window
-        is_same_file = media == self.media and media.get_stamp() == self.stamp
+        is_same_file = media == self.media and media.get_file_stamp() == self.stamp
         return is_same_file and start >= before[0] and end >= before[1]
 
     def read_audio_pieces(self, start: float, end: float) -> tuple[list[_Piece], float | None]:
@@ -186,7 +186,7 @@ _LAST_READER = _LastReader()
 
 def _read_pieces(media: Media, start: float, end: float) -> tuple[list[_Piece], float | None]:
     reading, _LAST_READER.reader = _LAST_READER.reader, None
-    if reading is None or not reading.can_continue(media, start, end):
+    if reading is None or not reading.can_read_next_window(media, start, end):
         reading = _SoundReader(media)
     result = reading.read_audio_pieces(start, end)
     # Only if nothing was raised: otherwise the next window decodes from the beginning and meets the same fault.

@@ -31,7 +31,7 @@ _Packet: TypeAlias = "av.Packet[av.VideoStream]"
 
 
 @dataclass(frozen=True)
-class RegularTimes:
+class RegularFrameTimes:
     """Regular times at which frames are chosen: start, start + 1/fps, ... in seconds since the first frame."""
 
     count: int
@@ -55,11 +55,13 @@ class RegularTimes:
         origin = get_first_time(container, stream)
         # Times count from the first frame, time stamps from the container's own zero.
         target = _to_time_base_ticks(stream, origin + self.start)
-        return _pick_nearest(_check_forward(_decode_from_key_frame(container, stream, origin, target)), self)
+        return _pick_nearest_frames(
+            _check_times_ascend(_decode_from_key_frame(container, stream, origin, target)), self
+        )
 
 
 @dataclass(frozen=True)
-class Instants:
+class ArbitraryFrameTimes:
     """Arbitrary ascending times at which frames are chosen, in seconds since the first frame."""
 
     seconds: tuple[float, ...]
@@ -97,9 +99,13 @@ class Instants:
             return _seek_key_frame(container, stream, _to_time_base_ticks(stream, origin + seconds))[0]
 
         # Times after the same key frame are decoded together.
-        groups = [(target, Instants(tuple(times))) for target, times in groupby(self.seconds, key=find_key_frame)]
+        groups = [
+            (target, ArbitraryFrameTimes(tuple(times))) for target, times in groupby(self.seconds, key=find_key_frame)
+        ]
         for target, times in groups:
-            yield from _pick_nearest(_check_forward(_decode_from_key_frame(container, stream, origin, target)), times)
+            yield from _pick_nearest_frames(
+                _check_times_ascend(_decode_from_key_frame(container, stream, origin, target)), times
+            )
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,7 @@ class NearestFrame:
 
 
 def iter_nearest_frames(
-    media: Media, target_times: RegularTimes | Instants, *, should_seek: bool = True
+    media: Media, target_times: RegularFrameTimes | ArbitraryFrameTimes, *, should_seek: bool = True
 ) -> Iterator[NearestFrame]:
     """Yield the frames nearest to the requested times, in order; there are fewer if the video ends early.
 
@@ -131,7 +137,7 @@ def iter_nearest_frames(
         if should_seek and target_times.start > 0 and not guessed:
             chosen = target_times.decode_from_key_frames(container, stream)
         else:
-            chosen = _pick_nearest(_iter_timed(container.decode(stream)), target_times)
+            chosen = _pick_nearest_frames(_iter_timed_frames(container.decode(stream)), target_times)
         for frame, times in chosen:
             yield NearestFrame(frame, times, stretch)
 
@@ -144,8 +150,8 @@ def _count_threads() -> int:
     return min(num_threads, _MAX_THREADS)
 
 
-def _pick_nearest(
-    frames: Iterable[tuple[float, av.VideoFrame]], target_times: RegularTimes | Instants
+def _pick_nearest_frames(
+    frames: Iterable[tuple[float, av.VideoFrame]], target_times: RegularFrameTimes | ArbitraryFrameTimes
 ) -> Iterator[tuple[av.VideoFrame, int]]:
     """Yield the frames that are nearest to requested times, each with its number of times."""
     num_served, interval, limit = 0, 0.0, FrameLimit()
@@ -172,7 +178,7 @@ def _pick_nearest(
             yield previous, times
 
 
-def _iter_timed(frames: Iterable[av.VideoFrame]) -> Iterator[tuple[float, av.VideoFrame]]:
+def _iter_timed_frames(frames: Iterable[av.VideoFrame]) -> Iterator[tuple[float, av.VideoFrame]]:
     """Yield each decoded frame with its time in seconds since the first one."""
     start: float | None = None
     for frame in frames:
@@ -181,7 +187,7 @@ def _iter_timed(frames: Iterable[av.VideoFrame]) -> Iterator[tuple[float, av.Vid
         yield seconds - start, frame
 
 
-def _check_forward(frames: Iterable[tuple[float, av.VideoFrame]]) -> Iterator[tuple[float, av.VideoFrame]]:
+def _check_times_ascend(frames: Iterable[tuple[float, av.VideoFrame]]) -> Iterator[tuple[float, av.VideoFrame]]:
     """Yield decoded frames unchanged; raises `ValueError` if their times run backwards."""
     previous = -math.inf
     for seconds, frame in frames:

@@ -33,7 +33,7 @@ class Orientation(NamedTuple):
         return cls(is_mirrored, round(math.atan2(-down, across) / (math.pi / 2)) % 4)
 
     @property
-    def is_sideways(self) -> bool:
+    def swaps_height_and_width(self) -> bool:
         """True if turning a stored picture upright swaps its height and width."""
         return self.quarter_turns % 2 == 1
 

@@ -23,7 +23,7 @@ Progress = Callable[[Sequence[Any]], Iterable[Any]]
 """Wraps a sequence in a progress bar, like tqdm."""
 
 
-class Headers:
+class MediaHeaderCache:
     """Reads headers of media files and remembers them; a file is read again only if its size or time differs."""
 
     def __init__(self, memo: Path) -> None:
@@ -44,7 +44,7 @@ class Headers:
                 headers[index] = VideoHeader(**stored[1])
         unread = [index for index in range(len(media)) if index not in headers]
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            fresh = pool.map(lambda index: _read_or_error(media[index]), unread)
+            fresh = pool.map(lambda index: _read_header_or_error(media[index]), unread)
             # `map` keeps the order of `unread`, so the progress bar and the results advance together.
             for index, header in zip(progress(unread) if unread else (), fresh, strict=False):
                 headers[index] = header
@@ -60,13 +60,13 @@ class Headers:
 
 def _get_file_stamp(media: Media) -> list[int]:
     try:
-        return list(media.get_stamp())
+        return list(media.get_file_stamp())
     except OSError:
         # The file is missing; reading it will report that.
         return []
 
 
-def _read_or_error(media: Media) -> VideoHeader | ClipError:
+def _read_header_or_error(media: Media) -> VideoHeader | ClipError:
     try:
         return read_header(media)
     except ClipError as error:

@@ -10,7 +10,7 @@ from dit_lora.data.media.media import (
     Stamp,
     detect_suffix,
     get_suffix,
-    read_head,
+    read_first_bytes,
     to_media,
 )
 from dit_lora.data.media.opened import open_picture
@@ -26,14 +26,14 @@ def is_image(media: Media | Path) -> bool:
     media = to_media(media)
     try:
         # The stamp is part of the cache's key, so a changed file is read again.
-        return _is_image(media, media.get_stamp())
+        return _is_image(media, media.get_file_stamp())
     except OSError:
         return get_suffix(media) in IMAGE_SUFFIXES
 
 
 @lru_cache(maxsize=2**16)
 def _is_image(media: Media, stamp: Stamp) -> bool:
-    content = detect_suffix(read_head(media))
+    content = detect_suffix(read_first_bytes(media))
     if content == ".gif":
         try:
             with open_picture(media) as image:

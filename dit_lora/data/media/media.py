@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from dit_lora.data.storage import is_waiting, read_with_retry
+from dit_lora.data.storage import read_with_retry, waits_for_storage
 from dit_lora.errors import DitLoraError
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class Media(Protocol):
     def get_source(self) -> Path | io.BytesIO:
         """Path or bytes of a media file that PyAV and Pillow can open; raises `OSError`."""
 
-    def get_stamp(self) -> Stamp:
+    def get_file_stamp(self) -> Stamp:
         """Numbers that differ if a media file's bytes may have changed; raises `OSError` if it does not exist."""
 
     def exists(self) -> bool: ...
@@ -96,7 +96,7 @@ class MediaFile:
         # An absolute path, since FFmpeg would read the text before a colon, as in `concat:a.mp4`, as a protocol.
         return self.path.absolute()
 
-    def get_stamp(self) -> Stamp:
+    def get_file_stamp(self) -> Stamp:
         return read_file_stamp(self.path)
 
     def exists(self) -> bool:
@@ -128,7 +128,7 @@ class TarMember:
             stream.seek(self.offset)
             return io.BytesIO(stream.read(self.size))
 
-    def get_stamp(self) -> Stamp:
+    def get_file_stamp(self) -> Stamp:
         # The member's size replaces the tar's; the times and the inode are those of the tar.
         return self.size, *read_file_stamp(self.tar)[1:]
 
@@ -136,7 +136,7 @@ class TarMember:
         return self.tar.is_file()
 
 
-def resolve_below(folder: Path, name: str) -> str | None:
+def resolve_path_below(folder: Path, name: str) -> str | None:
     """Resolve a relative name below `folder`; None if `..` or an absolute path leads out of the folder.
 
     Only the name is checked: links in the folder belong to its owner, and are followed.
@@ -163,7 +163,7 @@ def to_media(media: Media | Path) -> Media:
     return MediaFile(media) if isinstance(media, Path) else media
 
 
-def open_bytes(media: Media) -> io.BufferedReader | io.BytesIO:
+def open_media_bytes(media: Media) -> io.BufferedReader | io.BytesIO:
     """Open the bytes of a media file; raises `OSError`."""
     source = media.get_source()
     return source.open("rb") if isinstance(source, Path) else source
@@ -172,19 +172,19 @@ def open_bytes(media: Media) -> io.BufferedReader | io.BytesIO:
 def read_bytes(media: Media) -> bytes:
     """Read all bytes of a media file; raises `DitLoraError` if they cannot be read."""
     try:
-        with open_bytes(media) as stream:
+        with open_media_bytes(media) as stream:
             return stream.read()
     except OSError as error:
         raise DitLoraError(f"cannot read {media.name}: {error.strerror or error}") from error
 
 
-def read_head(media: Media) -> bytes:
+def read_first_bytes(media: Media) -> bytes:
     """Read the first 64 bytes of a media file, from which `detect_suffix` recognizes its format; raises `OSError`."""
     if isinstance(media, TarMember):
         with media.tar.open("rb") as stream:
             stream.seek(media.offset)
             return stream.read(min(_HEAD_BYTES, media.size))
-    with open_bytes(media) as stream:
+    with open_media_bytes(media) as stream:
         return stream.read(_HEAD_BYTES)
 
 
@@ -199,7 +199,7 @@ def wait_until_readable(media: Media) -> bool:
     def read() -> None:
         nonlocal tries
         tries += 1
-        with open_bytes(media) as stream:
+        with open_media_bytes(media) as stream:
             # Read to the end: the first bytes may be readable although a later block is not.
             while stream.read(_CHUNK_BYTES):
                 pass
@@ -227,7 +227,7 @@ def read_media(media: Media, read: Callable[[], T], errors: tuple[type[Exception
             return read()
         except errors:
             # Outside a run, errors are reported at once.
-            if not is_waiting():
+            if not waits_for_storage():
                 raise
             was_unreachable = wait_until_readable(media)
             # All bytes can be read and the error is the same: the medium itself is damaged.

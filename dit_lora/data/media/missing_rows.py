@@ -67,7 +67,7 @@ def _count_missing_png_bytes(stream: BinaryIO) -> int:
     return max(0, size)
 
 
-def has_late_metadata(stream: BinaryIO) -> bool:
+def has_metadata_after_pixels(stream: BinaryIO) -> bool:
     """True if a PNG has text or EXIF, which may contain its orientation, after its pixels."""
     is_late = False
     for kind, _ in _iter_chunks(stream):

@@ -15,7 +15,7 @@ import av
 from packaging.version import Version
 from PIL import Image, UnidentifiedImageError
 
-from dit_lora.data.media.media import HEIC, Media, detect_suffix, read_head
+from dit_lora.data.media.media import HEIC, Media, detect_suffix, read_first_bytes
 
 # A forked process, such as a data worker, inherits its parent's frames and decoders, but not the FFmpeg threads that
 # belong to them. Freeing them would wait for those threads forever, so exclude them from garbage collection.
@@ -102,7 +102,7 @@ def open_picture(media: Media) -> Iterator[Image.Image]:
         opened = Image.open(media.get_source(), formats=formats)
     except UnidentifiedImageError as error:
         # Pillow's own message does not tell the user what to do about phone pictures.
-        if detect_suffix(read_head(media)) == HEIC:
+        if detect_suffix(read_first_bytes(media)) == HEIC:
             raise UnidentifiedImageError(HEIC_REASON) from error
         raise
     with opened as image:

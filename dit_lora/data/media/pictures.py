@@ -13,8 +13,8 @@ from PIL import Image, ImageOps
 
 from dit_lora.data.media.colour_profile import convert_to_srgb
 from dit_lora.data.media.display import Orientation
-from dit_lora.data.media.media import Media, open_bytes
-from dit_lora.data.media.missing_rows import find_missing_rows, has_late_metadata
+from dit_lora.data.media.media import Media, open_media_bytes
+from dit_lora.data.media.missing_rows import find_missing_rows, has_metadata_after_pixels
 from dit_lora.data.media.opened import open_picture
 
 _MASK_ASPECT_TOLERANCE = 0.02
@@ -35,7 +35,7 @@ _SIDEWAYS_ORIENTATIONS = (5, 6, 7, 8)
 
 def open_image(media: Media) -> Image.Image:
     """Decode a picture to RGB: upright, in sRGB, with transparent parts white; raises one of `DECODE_ERRORS`."""
-    image, profile = _open_upright(media)
+    image, profile = _open_upright_picture(media)
     return _fill_transparency(convert_to_srgb(image, profile), "white").convert("RGB")
 
 
@@ -45,7 +45,7 @@ def open_mask(media: Media, *, alpha: bool) -> Image.Image:
     Raises one of `DECODE_ERRORS`.
     """
     # The levels of a mask are data, so its colour profile is ignored.
-    image, _ = _open_upright(media)
+    image, _ = _open_upright_picture(media)
     if alpha:
         return image.convert("RGBA").getchannel("A")
     if image.mode == "F":
@@ -54,12 +54,12 @@ def open_mask(media: Media, *, alpha: bool) -> Image.Image:
     return _fill_transparency(image, "black").convert("RGB").convert("L")
 
 
-def _open_upright(media: Media) -> tuple[Image.Image, bytes | None]:
+def _open_upright_picture(media: Media) -> tuple[Image.Image, bytes | None]:
     """Decode a picture in its own mode, upright, with 8 bits per level; also returns its ICC profile."""
     with open_picture(media) as opened:
         # Decode before checking for missing rows, and before the file is closed.
         opened.load()
-        with open_bytes(media) as stream:
+        with open_media_bytes(media) as stream:
             problem = find_missing_rows(stream, opened)
         if problem:
             raise ValueError(problem)
@@ -82,9 +82,9 @@ def _fill_transparency(image: Image.Image, colour: str) -> Image.Image:
 def read_image_size(media: Media) -> tuple[int, int]:
     """Height and width in pixels of an upright image, from its header; raises one of `DECODE_ERRORS`."""
     with open_picture(media) as image:
-        with open_bytes(media) as stream:
+        with open_media_bytes(media) as stream:
             # To find EXIF after the pixels of a PNG, Pillow must decode it. It is rarely there, so check first.
-            if image.format == "PNG" and has_late_metadata(stream):
+            if image.format == "PNG" and has_metadata_after_pixels(stream):
                 image.load()
         orientation = Image.Image.getexif(image).get(ORIENTATION_TAG)
         # When Pillow opens a TIFF, it swaps height and width itself according to the TIFF's own tag.
@@ -98,7 +98,7 @@ def to_upright_image(frame: av.VideoFrame, pixel_aspect: float) -> tuple[Image.I
     orientation = Orientation.from_frame(frame)
     picture = orientation.apply(frame.to_ndarray(format="rgb24"))
     # A rotation by 90 degrees also turns the pixels' shape.
-    return Image.fromarray(picture), 1 / pixel_aspect if orientation.is_sideways else pixel_aspect
+    return Image.fromarray(picture), 1 / pixel_aspect if orientation.swaps_height_and_width else pixel_aspect
 
 
 def scale_to_cover(
@@ -118,7 +118,7 @@ def scale_to_cover(
     return np.asarray(image.resize((width, height), resample, box=box))
 
 
-def stack_planes(pictures: Sequence[np.ndarray]) -> np.ndarray:
+def stack_pictures(pictures: Sequence[np.ndarray]) -> np.ndarray:
     """Stack pictures (H, W, 3) to uint8 (F, 3, H, W)."""
     # Copying plane by plane takes an eighth of the time of a transpose.
     stacked = np.empty((len(pictures), 3, *pictures[0].shape[:2]), np.uint8)

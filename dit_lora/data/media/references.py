@@ -8,10 +8,10 @@ import torch
 from PIL import Image
 
 from dit_lora.config.data import VideoShape
-from dit_lora.data.media.decode import RegularTimes
+from dit_lora.data.media.decode import RegularFrameTimes
 from dit_lora.data.media.kind import is_image
 from dit_lora.data.media.media import Media, read_media
-from dit_lora.data.media.pictures import DECODE_ERRORS, open_mask, scale_to_cover, stack_planes
+from dit_lora.data.media.pictures import DECODE_ERRORS, open_mask, scale_to_cover, stack_pictures
 from dit_lora.data.media.video import ClipError, decode_pictures, describe_media_error, read_frames
 
 
@@ -25,10 +25,10 @@ def read_reference(media: Media, clip_shape: VideoShape | None, fps: float | Non
     if clip_shape is not None and clip_shape.frames > 1:
         size = {"height": clip_shape.height, "width": clip_shape.width}
         return read_frames(media, frames=clip_shape.frames, fps=fps, start=start, **size)
-    chosen = decode_pictures(media, RegularTimes(1, 1.0, start), _resize_to_square_pixels)
+    chosen = decode_pictures(media, RegularFrameTimes(1, 1.0, start), _resize_to_square_pixels)
     if not chosen:
         raise ClipError(f"{media.name}: too short: it has no frame {start:g} s from its start")
-    return torch.from_numpy(stack_planes(chosen))
+    return torch.from_numpy(stack_pictures(chosen))
 
 
 def _resize_to_square_pixels(image: Image.Image, pixel_aspect: float) -> np.ndarray:

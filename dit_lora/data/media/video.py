@@ -15,7 +15,7 @@ import numpy as np
 from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc
 from PIL import Image
 
-from dit_lora.data.media.decode import Instants, RegularTimes, iter_nearest_frames
+from dit_lora.data.media.decode import ArbitraryFrameTimes, RegularFrameTimes, iter_nearest_frames
 from dit_lora.data.media.kind import is_image
 from dit_lora.data.media.media import Media, read_media, to_media
 from dit_lora.data.media.opened import get_error_message, open_media
@@ -24,7 +24,7 @@ from dit_lora.data.media.pictures import (
     open_image,
     read_image_size,
     scale_to_cover,
-    stack_planes,
+    stack_pictures,
     to_upright_image,
 )
 from dit_lora.data.media.video_header import VideoHeader, read_container_header
@@ -64,15 +64,17 @@ def read_frames(
     """
     import torch
 
-    media, times = to_media(media), RegularTimes(frames, fps or 1.0, start)
+    media, times = to_media(media), RegularFrameTimes(frames, fps or 1.0, start)
     chosen = decode_pictures(media, times, partial(scale_to_cover, height=height, width=width))
     if len(chosen) < frames:
         raise ClipError(f"{media.name}: {_describe_shortage(times, len(chosen))}")
-    return torch.from_numpy(stack_planes(chosen))
+    return torch.from_numpy(stack_pictures(chosen))
 
 
 def decode_pictures(
-    media: Media, target_times: RegularTimes | Instants, fit: Callable[[Image.Image, float], np.ndarray]
+    media: Media,
+    target_times: RegularFrameTimes | ArbitraryFrameTimes,
+    fit: Callable[[Image.Image, float], np.ndarray],
 ) -> list[np.ndarray]:
     """Decode the frames of a clip nearest to the requested times; an image is one frame, regardless of the times.
 
@@ -196,20 +198,20 @@ def describe_media_error(error: Exception) -> str:
     return f"{get_error_message(error)}; encode it again or remove it"
 
 
-def find_shortage(header: VideoHeader, *, frames: int, fps: float, start: float = 0.0) -> str | None:
+def explain_missing_frames(header: VideoHeader, *, frames: int, fps: float, start: float = 0.0) -> str | None:
     """Why this clip certainly cannot give `frames` at `fps` from `start` on; None if only decoding can tell.
 
     It allows one frame more than stated, because some files do not count the last frame's duration.
     """
     if header.seconds is None or header.fps is None:
         return None
-    times = RegularTimes(frames, fps, start)
+    times = RegularFrameTimes(frames, fps, start)
     # The header may not count the last frame, which is used for half of its duration.
     num_available = times.count_until(header.seconds + 0.5 / header.fps)
     return _describe_shortage(times, num_available) if num_available < frames else None
 
 
-def _describe_shortage(target_times: RegularTimes, num_frames: int) -> str:
+def _describe_shortage(target_times: RegularFrameTimes, num_frames: int) -> str:
     after = f" from {target_times.start:g} s on" if target_times.start else ""
     return (
         f"too short: {target_times.count} frames at {target_times.fps:g} fps{after} are needed, and it "

@@ -39,7 +39,7 @@ def read_container_header(container: av.container.InputContainer) -> VideoHeader
     stream.codec_context.thread_count = 1
     frame = decode_first_frame(container, stream)
     height, width = frame.height, round(frame.width * float(stream.sample_aspect_ratio or 1))
-    if Orientation.from_frame(frame).is_sideways:
+    if Orientation.from_frame(frame).swaps_height_and_width:
         height, width = width, height
     seconds = None
     if stream.duration and stream.time_base:

@@ -9,12 +9,12 @@ from dit_lora.config.data import SourceConfig
 from dit_lora.data.media.kind import is_image
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.sources.caption_text import Fault
-from dit_lora.data.sources.clips import MASK, REFERENCE, Clip, ClipProblem, LossMask, Scan, merge_by_code
-from dit_lora.data.sources.listing import Listing
+from dit_lora.data.sources.clips import MASK, REFERENCE, Clip, ClipProblem, DataScan, LossMask, merge_faults_by_code
+from dit_lora.data.sources.listing import FolderListing
 from dit_lora.errors import DitLoraError
 
 
-def add_references_and_masks(scanned: Scan, source: SourceConfig, *, is_unlisted: bool) -> Scan:
+def add_references_and_masks(scanned: DataScan, source: SourceConfig, *, is_unlisted: bool) -> DataScan:
     """Add references and masks to the clips of a folder, from `reference_folders` and `mask_folder` or `alpha_mask`.
 
     A clip without a file there is a problem. Raises `DitLoraError` if a folder is missing or has no file for any clip.
@@ -31,17 +31,17 @@ def add_references_and_masks(scanned: Scan, source: SourceConfig, *, is_unlisted
     for clip in scanned.clips:
         faults = [folder.find_fault(clip) for folder in (*references, *masks)]
         # A sample has at most one problem per code, so faults of several folders are joined.
-        merged = merge_by_code([fault for fault in faults if fault is not None])
+        merged = merge_faults_by_code([fault for fault in faults if fault is not None])
         problems += [ClipProblem(clip.id, code, message) for code, message in merged]
         if not merged:
             # A table may name the references and a folder hold the masks, or the reverse: keep what the clip has.
             files = tuple(folder.get_file(clip) for folder in references) or clip.references
             mask = LossMask(masks[0].get_file(clip)) if masks else clip.mask
             clips.append(replace(clip, references=files, mask=mask))
-    return add_alpha_masks(Scan(clips, problems, scanned.notes), source)
+    return add_alpha_masks(DataScan(clips, problems, scanned.notes), source)
 
 
-def add_alpha_masks(scanned: Scan, source: SourceConfig) -> Scan:
+def add_alpha_masks(scanned: DataScan, source: SourceConfig) -> DataScan:
     """Use the alpha channel of each picture as its loss mask, if the source has `alpha_mask`."""
     if not source.alpha_mask:
         return scanned
@@ -83,7 +83,7 @@ class _ExtraFolder:
                 "folder"
             )
         files: dict[str, list[str]] = {}
-        for file in Listing(path).media:
+        for file in FolderListing(path).media:
             # Several files of one name with different suffixes are an ambiguity, which is reported per clip.
             files.setdefault(os.path.splitext(file)[0], []).append(file)
         return cls(name, option, role, files)

@@ -15,7 +15,7 @@ def to_json_text(value: object) -> str:
     return json.dumps(value) if has_lone_surrogate(text) else text
 
 
-def set_value(line: str, key: str, value: str) -> str:
+def set_json_value(line: str, key: str, value: str) -> str:
     """Set a key in a line that contains one JSON object; a missing key is added at the end of the object."""
     position = _skip_space(line, _skip_space(line, 0) + 1)
     # An empty object needs no comma before the new key.

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from dit_lora.config.data import SourceConfig
-from dit_lora.data.media.media import resolve_below
-from dit_lora.data.sources.caption_lines import set_value, to_json_text
+from dit_lora.data.media.media import resolve_path_below
+from dit_lora.data.sources.caption_lines import set_json_value, to_json_text
 from dit_lora.data.sources.caption_text import suggest_encoding
 from dit_lora.data.sources.caption_undo import CaptionUndo, UndoStep
-from dit_lora.data.sources.listing import Listing
+from dit_lora.data.sources.listing import FolderListing
 from dit_lora.data.sources.tables import CAPTION_COLUMNS, FILE_COLUMNS, TABLE_NAMES, read_text
 from dit_lora.environment.operating_system import lock_file
 from dit_lora.errors import DitLoraError
-from dit_lora.files import read_regular_files, replace_contents
+from dit_lora.files import overwrite_file_atomically, read_regular_files
 from dit_lora.parsing import parse_json
 
 TABLE_NAME = TABLE_NAMES[0]
@@ -39,7 +39,7 @@ class CaptionTable:
     """Captions by file, exactly as in the table; without a table, from the .txt file of the same name."""
     media: list[str]
     """Files that may have a caption, sorted by path; without files that a row names in another column."""
-    listing: Listing
+    listing: FolderListing
     media_names: set[str] = field(default_factory=set)
     """The files in `media`, for lookup."""
     related_names: set[str] = field(default_factory=set)
@@ -86,7 +86,7 @@ class CaptionTable:
             )
         # Listing a large folder is slow, so reuse the listing while no folder has changed.
         is_listed = previous is not None and previous.listing.is_current()
-        listing = previous.listing if previous is not None and is_listed else Listing(root)
+        listing = previous.listing if previous is not None and is_listed else FolderListing(root)
         if not listing.media:
             contents = "tar files, whose captions lie in them" if listing.tars else "no clip and no picture"
             raise DitLoraError(f"{root} has {contents}; captions are made for a folder of files")
@@ -124,7 +124,7 @@ class CaptionTable:
         return bool(self._lines)
 
     @property
-    def uncaptioned(self) -> list[str]:
+    def uncaptioned_files(self) -> list[str]:
         """Media files of the folder without a caption, in order."""
         return [name for name in self.media if not self.captions.get(name, "").strip()]
 
@@ -182,7 +182,7 @@ class CaptionTable:
         for name, caption in new.items():
             row_index = rows.get(name)
             if row_index is not None:
-                lines[row_index] = set_value(lines[row_index], caption_column, caption)
+                lines[row_index] = set_json_value(lines[row_index], caption_column, caption)
                 continue
             rows[name] = len(lines)
             lines.append(to_json_text({file_column: name, caption_column: caption}) + line_end)
@@ -191,7 +191,7 @@ class CaptionTable:
             lines.append("")
         try:
             self._undo.record(self._bom, self._lines, lines, len(captions))
-            replace_contents(self.root / TABLE_NAME, self._bom + "\n".join(lines).encode())
+            overwrite_file_atomically(self.root / TABLE_NAME, self._bom + "\n".join(lines).encode())
         except OSError as error:
             raise DitLoraError(f"cannot write {error.filename or self.root / TABLE_NAME}: {error.strerror}") from error
         self._lines, self._row_indices = lines, rows
@@ -237,7 +237,7 @@ class CaptionTable:
         file_column, caption_column = self._columns
         for row_index, record in records.items():
             # Rows that name a file outside the folder are ignored here; the audit reports them.
-            name = resolve_below(self.root, str(record.get(file_column) or ""))
+            name = resolve_path_below(self.root, str(record.get(file_column) or ""))
             if name is None:
                 continue
             self._row_indices[name] = row_index
@@ -251,7 +251,7 @@ class CaptionTable:
                     continue
                 for text in cell if isinstance(cell, list) else [cell]:
                     if isinstance(text, str) and text:
-                        related = resolve_below(self.root, text) or ""
+                        related = resolve_path_below(self.root, text) or ""
                         self.related_files.setdefault(name, []).append((key, related))
         self._update_media()
 
@@ -324,7 +324,7 @@ def _compute_stamp(root: Path, other_lists: Sequence[str] = ()) -> tuple[object,
     return ()
 
 
-def _compute_text_stamp(root: Path, listing: Listing) -> tuple[object, ...]:
+def _compute_text_stamp(root: Path, listing: FolderListing) -> tuple[object, ...]:
     """Values that differ if the .txt files may have changed."""
     stamps: list[int] = []
     prefix = os.path.join(root, "")
@@ -339,7 +339,7 @@ def _get_stamp(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _list_text_files(listing: Listing, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+def _list_text_files(listing: FolderListing, names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield those of these media files that have a .txt file of the same name, and the .txt file."""
     for name in names:
         text_file = f"{name.rpartition('.')[0]}.txt"

@@ -22,7 +22,7 @@ def find_caption_fault(caption: str) -> Fault | None:
         return "caption_empty", "its caption is empty"
     if has_lone_surrogate(caption):
         message = "its caption contains half of a UTF-16 pair, which tokenizers reject"
-        return "caption_not_text", f"{message}: {quote_start(caption)}"
+        return "caption_not_text", f"{message}: {quote_text_start(caption)}"
     if len(caption) > MAX_CAPTION_CHARS:
         return make_too_long_fault(f"{len(caption):,} characters")
     return None
@@ -59,7 +59,7 @@ def has_word(text: str, word: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text) is not None
 
 
-def quote_start(text: str) -> str:
+def quote_text_start(text: str) -> str:
     """Quote the beginning of a text on one line."""
     text = " ".join(text.split())
     return repr(text if len(text) <= _MAX_QUOTED_CHARS else text[:_MAX_QUOTED_CHARS] + "…")

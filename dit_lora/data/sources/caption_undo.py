@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dit_lora.errors import DitLoraError
-from dit_lora.files import read_inside, replace_contents, write_atomically
+from dit_lora.files import overwrite_file_atomically, read_file_inside_folder, write_atomically
 from dit_lora.parsing import parse_json
 
 UNDO_FOLDER = "undo"
@@ -107,7 +107,7 @@ class CaptionUndo:
             if step["before"] is None:
                 self._table.unlink()
             else:
-                replace_contents(self._table, self._restore(step))
+                overwrite_file_atomically(self._table, self._restore(step))
         except OSError as error:
             raise DitLoraError(f"cannot write {self._table}: {error.strerror}") from error
         # This step and later ones, whose writes were interrupted.
@@ -137,7 +137,7 @@ class CaptionUndo:
     def _read_step(self, path: Path) -> dict[str, Any] | None:
         """A step's values; None if its file is damaged."""
         with suppress(OSError, ValueError):
-            step = parse_json(read_inside(self._folder, path))
+            step = parse_json(read_file_inside_folder(self._folder, path))
             if isinstance(step, dict) and {"before", "after", "captions", "time", "num_lines", "lines"} <= step.keys():
                 return step
         return None

@@ -54,7 +54,7 @@ class ClipProblem:
     message: str
 
 
-class Scan(NamedTuple):
+class DataScan(NamedTuple):
     """Clips of the data sources, problems of others, and notes."""
 
     clips: list[Clip]
@@ -105,7 +105,7 @@ class SampleCollector:
             fault = ("caption_not_text", f"its caption is of type {type(caption).__name__}, not text")
         if fault is not None:
             self.add_problem(id, *fault)
-        # Store refused clips too, so that a second one with the same id is noticed; `to_scan` leaves them out.
+        # Store refused clips too, so that a second one with the same id is noticed; `build_scan` leaves them out.
         self._clips[id] = Clip(id, media, text or "", image, tuple(references), mask, times_per_epoch)
 
     def add_problem(self, file: str, code: str, message: str) -> None:
@@ -113,13 +113,13 @@ class SampleCollector:
         self._rejected_ids.add(file)
         self._problems.setdefault((file, code), ClipProblem(file, code, message))
 
-    def to_scan(self, notes: Sequence[str] = ()) -> Scan:
+    def build_scan(self, notes: Sequence[str] = ()) -> DataScan:
         """The collected clips and problems in the order in which they were added, with these notes."""
         clips = [clip for clip_id, clip in self._clips.items() if clip_id not in self._rejected_ids]
-        return Scan(clips, list(self._problems.values()), tuple(notes))
+        return DataScan(clips, list(self._problems.values()), tuple(notes))
 
 
-def compact_references(cells: Sequence[MediaT | None]) -> tuple[list[MediaT], Fault | None]:
+def remove_empty_references(cells: Sequence[MediaT | None]) -> tuple[list[MediaT], Fault | None]:
     """Remove empty cells at the end of a sample's references; also returns a fault if an earlier one is empty.
 
     Models identify references by their order, which an empty cell would shift.
@@ -132,7 +132,7 @@ def compact_references(cells: Sequence[MediaT | None]) -> tuple[list[MediaT], Fa
     return references, (f"{REFERENCE}_missing", f"its reference {empty + 1} is empty, and others follow")
 
 
-def merge_by_code(faults: Sequence[Fault]) -> list[Fault]:
+def merge_faults_by_code(faults: Sequence[Fault]) -> list[Fault]:
     """Merge faults with the same code, since a sample has at most one problem per code."""
     messages: dict[str, list[str]] = {}
     for code, message in faults:

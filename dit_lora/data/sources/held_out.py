@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dit_lora.config.recipe import Recipe
-from dit_lora.data.sources.clips import Clip, Scan
+from dit_lora.data.sources.clips import Clip, DataScan
 from dit_lora.data.sources.scan import make_id_prefixes, scan_sources
-from dit_lora.errors import DitLoraError, join_first
+from dit_lora.errors import DitLoraError, join_first_items
 from dit_lora.numerics.streams import derive_seed
 
 _ID_PREFIX = "validation.data/"
@@ -14,7 +14,7 @@ _ID_PREFIX = "validation.data/"
 _MAX_NAMED = 8
 
 
-def scan_recipe(recipe: Recipe) -> Scan:
+def scan_recipe(recipe: Recipe) -> DataScan:
     """List every clip of the data sources and of `validation.data`, whose clips have `is_held_out`.
 
     Raises:
@@ -25,18 +25,18 @@ def scan_recipe(recipe: Recipe) -> Scan:
         return scanned
     if isinstance(data, float):
         # Without any clip, the problems of all of them are reported instead.
-        clips = _hold_out_share(scanned.clips, recipe, data) if scanned.clips else []
+        clips = _hold_out_clips(scanned.clips, recipe, data) if scanned.clips else []
         problems, notes = scanned.problems, scanned.notes
     else:
         folder = _scan_folder(recipe, data)
         clips = [*scanned.clips, *folder.clips]
         problems, notes = [*scanned.problems, *folder.problems], (*scanned.notes, *folder.notes)
     names = [clip.id for clip in clips if clip.is_held_out]
-    note = f"validation.data: {len(names)} of {len(clips)} clips are not trained on: {join_first(names, _MAX_NAMED)}"
-    return Scan(clips, problems, (*notes, note))
+    note = f"validation.data: {len(names)} of {len(clips)} clips are not trained on: {join_first_items(names, _MAX_NAMED)}"
+    return DataScan(clips, problems, (*notes, note))
 
 
-def _scan_folder(recipe: Recipe, path: str) -> Scan:
+def _scan_folder(recipe: Recipe, path: str) -> DataScan:
     """Read a folder of `validation.data` with the options of the data section, as held-out clips."""
     try:
         scanned = scan_sources(recipe.data.model_copy(update={"path": path, "sources": ()}), recipe.cache_dir)
@@ -46,10 +46,10 @@ def _scan_folder(recipe: Recipe, path: str) -> Scan:
     clips = [replace(clip, id=_ID_PREFIX + clip.id, is_held_out=True) for clip in scanned.clips]
     # A problem belongs to the sample of the same id.
     problems = [replace(problem, file=_ID_PREFIX + problem.file) for problem in scanned.problems]
-    return Scan(clips, problems, scanned.notes)
+    return DataScan(clips, problems, scanned.notes)
 
 
-def _hold_out_share(clips: Sequence[Clip], recipe: Recipe, share: float) -> list[Clip]:
+def _hold_out_clips(clips: Sequence[Clip], recipe: Recipe, share: float) -> list[Clip]:
     """Mark the clips whose names have a hash below `share` of all hashes: other files do not change the choice."""
     prefixes = zip(recipe.data.sources, make_id_prefixes(recipe.data.sources), strict=True)
     # The base's own pictures (prior preservation) say nothing about new data.

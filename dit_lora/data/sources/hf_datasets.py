@@ -27,21 +27,21 @@ from dit_lora.data.media.media import (
     detect_suffix,
     find_size_fault,
     read_file_stamp,
-    resolve_below,
+    resolve_path_below,
 )
 from dit_lora.data.sources.caption_text import Fault
 from dit_lora.data.sources.clips import (
     MASK,
     REFERENCE,
+    DataScan,
     LossMask,
     SampleCollector,
-    Scan,
-    compact_references,
-    merge_by_code,
+    merge_faults_by_code,
+    remove_empty_references,
 )
 from dit_lora.data.sources.tables import REFERENCES_COLUMN, get_caption_columns
 from dit_lora.errors import DitLoraError
-from dit_lora.files import require_regular
+from dit_lora.files import require_regular_files
 
 # `save_to_disk` writes the first file for a dataset, and the second for a dictionary of splits.
 _DATASET_FILES = ("state.json", "dataset_dict.json")
@@ -71,7 +71,7 @@ class DatasetCell:
         medium = cell if self.list_index is None else cell.values[self.list_index]
         return io.BytesIO(medium["bytes"].as_buffer())
 
-    def get_stamp(self) -> Stamp:
+    def get_file_stamp(self) -> Stamp:
         return self.size, self.changed_ns
 
     def exists(self) -> bool:
@@ -118,7 +118,7 @@ def get_dataset_hub_name(source: SourceConfig) -> str | None:
     return None if source.generate is not None else get_hub_name(source.path)
 
 
-def read_dataset(source: SourceConfig) -> Scan:
+def read_dataset(source: SourceConfig) -> DataScan:
     """Read the clips of a Hugging Face dataset's split `train`, or of its only split, without decoding or copying.
 
     The caption from a ClassLabel column is the name of the class. Raises `DitLoraError` if there is no column
@@ -142,7 +142,7 @@ def _make_damaged_error(path: str, error: Exception) -> DitLoraError:
     )
 
 
-def _read_rows(source: SourceConfig, rows: Any) -> Scan:
+def _read_rows(source: SourceConfig, rows: Any) -> DataScan:
     columns = _choose_columns(source, rows)
     gathered = SampleCollector(source.caption)
     from_hub = get_dataset_hub_name(source) is not None
@@ -153,7 +153,7 @@ def _read_rows(source: SourceConfig, rows: Any) -> Scan:
     # With one caption for the whole source, no column of captions is read.
     captions: Sequence[object] = [None] * len(rows)
     if columns.caption is not None:
-        captions = _take_rows(rows, rows.data.column(columns.caption)).to_pylist()
+        captions = _select_column_rows(rows, rows.data.column(columns.caption)).to_pylist()
     # Class labels are stored as integers; `names` has their texts.
     names = getattr(rows.features[columns.caption], "names", None) if columns.caption else None
     lists = zip(*references, strict=True) if references else repeat((), len(rows))
@@ -176,7 +176,7 @@ def _read_rows(source: SourceConfig, rows: Any) -> Scan:
         if cell.media is not None:
             loss_mask = LossMask(mask.media) if mask.media else None
             gathered.add(sample_id, cell.media, text, image=image.media, references=ordered_references, mask=loss_mask)
-    return gathered.to_scan()
+    return gathered.build_scan()
 
 
 def _collect_extra_files(
@@ -191,11 +191,11 @@ def _collect_extra_files(
             code, message = cell.fault
             code = f"{part}_missing" if code == "missing" and part in (MASK, REFERENCE) else code
             faults.append((code, f"its {part}: {message}"))
-    ordered_references, gap = compact_references([reference.media for reference in references])
+    ordered_references, gap = remove_empty_references([reference.media for reference in references])
     # An unreadable cell leaves a gap too, but is already reported.
     if gap is not None and not faults:
         faults.append(gap)
-    return ordered_references, merge_by_code(faults)
+    return ordered_references, merge_faults_by_code(faults)
 
 
 def _load_dataset(path: str) -> Any:
@@ -209,7 +209,7 @@ def _load_dataset(path: str) -> Any:
         ) from error
     root = Path(path).expanduser()
     if root.is_dir():
-        require_regular(root)
+        require_regular_files(root)
         for state in (root / "state.json", *root.glob("*/state.json")):
             if state.is_file():
                 # Check the state files first: `datasets` reads them without checking what they refer to.
@@ -293,7 +293,7 @@ def _choose_columns(source: SourceConfig, rows: Any) -> _Columns:
     return _Columns(media[0], source.image_column, reference_columns, source.mask_column, caption)
 
 
-def _take_rows(rows: Any, column: Any) -> Any:
+def _select_column_rows(rows: Any, column: Any) -> Any:
     """Take a column of the Arrow table in the order of the dataset's rows, which `select` or `shuffle` may change."""
     # `_indices` has no public equivalent, and getting the column from the dataset would read all of its bytes.
     return column if rows._indices is None else column.take(rows._indices.column(0))
@@ -340,12 +340,12 @@ class _Column:
         row: int,
         size: int | None,
         file_name: str | None,
-        read_head: Callable[[], bytes],
+        read_first_bytes: Callable[[], bytes],
         list_index: int | None = None,
     ) -> _Cell:
         """Read one cell of media without decoding.
 
-        `size` is None if it has no bytes but a path, `list_index` if it is not a list. `read_head` returns the first
+        `size` is None if it has no bytes but a path, `list_index` if it is not a list. `read_first_bytes` returns the first
         bytes; it is called only if the name does not tell the format.
         """
         suffix: str | None = os.path.splitext(file_name or "")[1].lower()
@@ -356,7 +356,7 @@ class _Column:
         if too_large is not None:
             return _Cell("", None, too_large)
         if suffix not in _MEDIA_SUFFIXES:
-            head_bytes = read_head()
+            head_bytes = read_first_bytes()
             suffix = detect_suffix(head_bytes)
             if suffix is None:
                 message = f"its bytes are not a video or an image of a known format: {head_bytes[:8]!r} ..."
@@ -383,8 +383,8 @@ def _iter_cells(path: str, rows: Any, name: str | None, is_from_hub: bool) -> It
     content = compute.struct_field(rows.data.column(name), "bytes")
     names = compute.struct_field(rows.data.column(name), "path")
     table_rows = _list_table_rows(rows)
-    sizes = _take_rows(rows, compute.binary_length(content)).to_pylist()
-    for row, (size, file) in enumerate(zip(sizes, _take_rows(rows, names).to_pylist(), strict=True)):
+    sizes = _select_column_rows(rows, compute.binary_length(content)).to_pylist()
+    for row, (size, file) in enumerate(zip(sizes, _select_column_rows(rows, names).to_pylist(), strict=True)):
         yield column.read_cell(row, size, file, partial(_read_head_at, content, table_rows[row]))
 
 
@@ -427,7 +427,7 @@ def _resolve_external_file(name: str, suffix: str, is_from_hub: bool) -> _Cell:
         from huggingface_hub.constants import HF_HUB_CACHE
 
         caches = (config.HF_DATASETS_CACHE, HF_HUB_CACHE)
-        if all(resolve_below(Path(cache), name) is None for cache in caches):
+        if all(resolve_path_below(Path(cache), name) is None for cache in caches):
             return _Cell(
                 suffix, media, ("unsafe_path", f"{name} is not one of the files that were downloaded with it")
             )

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from dit_lora.data.sources.listing import Listing
+from dit_lora.data.sources.listing import FolderListing
 
 # A name with leading zeros, such as 007_car, is a numbered class and not a number of repeats.
 _FOLDER_PATTERN = re.compile(r"([1-9][0-9]{0,3})_(.*\S.*)")
@@ -20,7 +20,7 @@ class KohyaFolder(NamedTuple):
     repeats: int
 
 
-def parse_kohya_folders(listing: Listing) -> dict[str, KohyaFolder]:
+def parse_kohya_folders(listing: FolderListing) -> dict[str, KohyaFolder]:
     """Parse folder names of kohya's form (`10_sks dog`: repeats, caption).
 
     Empty if some media are in other folders.

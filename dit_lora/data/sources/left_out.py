@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dit_lora.data.media.media import HEIC
 from dit_lora.data.media.opened import HEIC_REASON
-from dit_lora.data.sources.listing import Listing
+from dit_lora.data.sources.listing import FolderListing
 
 _UNREAD_IMAGE_SUFFIXES = (
     *(".jxl", ".psd", ".svg", ".exr", ".hdr", ".tga", ".ico", ".eps", ".pcx", ".dng", ".cr2", ".cr3"),
@@ -26,7 +26,7 @@ _MAX_LISTED = 3
 """Maximum number of names in a note."""
 
 
-def describe_unread_files(listing: Listing, listed_names: Set[str] = frozenset()) -> list[str]:
+def describe_unread_files(listing: FolderListing, listed_names: Set[str] = frozenset()) -> list[str]:
     """Notes about files in unsupported formats, and files with a caption that are not named as a picture or video.
 
     Files in `listed_names`, which a table lists, are reported as problems instead.
@@ -54,7 +54,7 @@ def describe_unread_files(listing: Listing, listed_names: Set[str] = frozenset()
     ]
 
 
-def describe_orphans(listing: Listing) -> list[str]:
+def describe_orphans(listing: FolderListing) -> list[str]:
     """Notes about .txt files in a folder of captions without a picture or video of the same name."""
     stems = {os.path.splitext(name)[0] for name in (*listing.media, *listing.other_files)}
     orphans = sorted(name for name in listing.texts if os.path.splitext(name)[0] not in stems)
@@ -67,7 +67,7 @@ def describe_orphans(listing: Listing) -> list[str]:
 
 
 def describe_media_missing_from_table(
-    listing: Listing, table: str, listed_names: Set[str], extra_folders: Set[Path]
+    listing: FolderListing, table: str, listed_names: Set[str], extra_folders: Set[Path]
 ) -> list[str]:
     """Notes about media that a table names in no column; `extra_folders` are the folders of references and masks."""
     # References and masks in their own folders are not samples, so a table need not list them.

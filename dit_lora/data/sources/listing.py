@@ -24,7 +24,7 @@ def is_tar(path: Path) -> bool:
 
 
 @dataclass
-class Listing:
+class FolderListing:
     """Relative paths of the files below a folder, without hidden ones; links are followed."""
 
     root: Path

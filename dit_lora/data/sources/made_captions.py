@@ -13,7 +13,7 @@ from dit_lora.data.sources.caption_lines import to_json_text
 from dit_lora.data.sources.caption_table import WORK_FOLDER, lock_table, make_work_folder
 from dit_lora.environment.operating_system import lock_file
 from dit_lora.errors import DitLoraError
-from dit_lora.files import append_line, read_inside, read_json_lines
+from dit_lora.files import append_line, read_file_inside_folder, read_json_lines
 
 
 class GeneratedCaptions:
@@ -60,8 +60,8 @@ class GeneratedCaptions:
             if {"file", "caption"} <= row.keys()
         }
         with lock_table(self._folder.parent) as table:
-            # Files that got a caption in the table in the meantime are not in `uncaptioned`.
-            missing = {*table.uncaptioned}
+            # Files that got a caption in the table in the meantime are not in `uncaptioned_files`.
+            missing = {*table.uncaptioned_files}
             new = {name: text for name, text in waiting.items() if name in missing}
             if new:
                 table.write_captions(new)
@@ -76,5 +76,5 @@ def count_generated(root: Path) -> int:
     num_captions = 0
     for file in (root / WORK_FOLDER).glob("part_*.jsonl"):
         with suppress(OSError):
-            num_captions += read_inside(root, file).count(b"\n")
+            num_captions += read_file_inside_folder(root, file).count(b"\n")
     return num_captions

@@ -18,16 +18,16 @@ from dit_lora.data.chat.conversation import Conversation
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.sources.beside import add_alpha_masks, add_references_and_masks, reject_extra_folders
 from dit_lora.data.sources.caption_text import MAX_CAPTION_BYTES, make_too_long_fault, suggest_encoding
-from dit_lora.data.sources.clips import Clip, ClipProblem, SampleCollector, Scan
+from dit_lora.data.sources.clips import Clip, ClipProblem, DataScan, SampleCollector
 from dit_lora.data.sources.hf_datasets import get_dataset_hub_name, is_saved_dataset, read_dataset
 from dit_lora.data.sources.kohya import KohyaFolder, describe_kohya_folders, parse_kohya_folders
 from dit_lora.data.sources.left_out import describe_orphans, describe_unread_files
-from dit_lora.data.sources.listing import Listing, is_tar
+from dit_lora.data.sources.listing import FolderListing, is_tar
 from dit_lora.data.sources.similar_names import describe_similar_name
 from dit_lora.data.sources.tables import TABLE_NAMES, ListedFiles, read_table, read_text
 from dit_lora.data.sources.webdataset import read_tar, read_tars
 from dit_lora.errors import DitLoraError, format_list
-from dit_lora.files import open_regular
+from dit_lora.files import open_regular_file
 from dit_lora.terminal import make_one_line
 
 Sample = TypeVar("Sample", Clip, Conversation)
@@ -37,7 +37,7 @@ _LIST_LAYOUTS = (*TABLE_NAMES, _PAIRED)
 """Layouts in which only files named in a list are samples."""
 
 
-def scan_sources(data: DataConfig, cache: Path | None = None) -> Scan:
+def scan_sources(data: DataConfig, cache: Path | None = None) -> DataScan:
     """List every clip of the data sources and every problem of a sample, without reading the media files.
 
     The folder `cache` stores the indices of tars. With `data.sources`, ids begin with the source's name, which
@@ -51,7 +51,7 @@ def scan_sources(data: DataConfig, cache: Path | None = None) -> Scan:
         notes.extend(f"{source.path}: {note}" for note in scanned.notes)
         return scanned.clips, scanned.problems
 
-    return Scan(*read_all_sources(data, read_source), tuple(notes))
+    return DataScan(*read_all_sources(data, read_source), tuple(notes))
 
 
 def read_clips(data: DataConfig, cache: Path | None = None) -> list[Clip]:
@@ -79,7 +79,7 @@ def find_class_names_in_data(data: DataConfig, cache: Path | None = None) -> lis
     return sorted(names)
 
 
-def _read_source(source: SourceConfig, memo_folder: Path | None) -> Scan:
+def _read_source(source: SourceConfig, memo_folder: Path | None) -> DataScan:
     root = Path(source.path).expanduser()
     is_dataset = is_saved_dataset(root) or get_dataset_hub_name(source) is not None
     if source.media is not None and (is_tar(root) or is_dataset):
@@ -148,7 +148,7 @@ def _compute_source_repeats(sources: Sequence[SourceConfig], counts: Sequence[fl
     return [share / min_share for share in shares]
 
 
-def read_folder(root: Path, source: SourceConfig, memo_folder: Path | None) -> Scan:
+def read_folder(root: Path, source: SourceConfig, memo_folder: Path | None) -> DataScan:
     """Read the clips of a folder in the first layout that matches, in the order of `_read_layout`.
 
     Raises `DitLoraError` if the folder contains no sample. A folder that is to be generated may be missing or empty.
@@ -159,7 +159,7 @@ def read_folder(root: Path, source: SourceConfig, memo_folder: Path | None) -> S
                 f"{source.path} is generated, so it has no references and no masks; remove them, or remove generate"
             )
         # Generated images need no captions of their own: the source's caption applies to all of them.
-        return _read_media_only(Listing(root), source)
+        return _read_media_only(FolderListing(root), source)
     if not root.is_dir():
         raise DitLoraError(describe_missing_clips(source.path))
     layout, scanned = _read_layout(root, source, memo_folder)
@@ -176,7 +176,7 @@ def read_folder(root: Path, source: SourceConfig, memo_folder: Path | None) -> S
 
 def list_media(root: Path) -> list[str]:
     """List the videos and images below a folder, sorted by path, without hidden ones."""
-    return Listing(root).media
+    return FolderListing(root).media
 
 
 def format_class_name(folder: str) -> str:
@@ -186,13 +186,13 @@ def format_class_name(folder: str) -> str:
     return " ".join(spaced.replace("_", " ").split())
 
 
-def _read_layout(root: Path, source: SourceConfig, memo_folder: Path | None) -> tuple[str, Scan]:
+def _read_layout(root: Path, source: SourceConfig, memo_folder: Path | None) -> tuple[str, DataScan]:
     table = next((root / name for name in TABLE_NAMES if (root / name).is_file()), None)
     if table is not None:
         return table.name, read_table(table, source)
     if source.image_column is not None:
         raise DitLoraError("image_column needs metadata.jsonl, .csv or .parquet, or a dataset")
-    listing = Listing(root)
+    listing = FolderListing(root)
     if listing.tars and not listing.media and source.media is None:
         reject_extra_folders(source)
         return _TARS, read_tars(root, listing.tars, source, memo_folder)
@@ -222,7 +222,7 @@ def _read_layout(root: Path, source: SourceConfig, memo_folder: Path | None) -> 
     return "clips with a .txt each", _read_text_files(listing)
 
 
-def _read_paired_lines(prompts: Path, videos: Path, source: SourceConfig) -> Scan:
+def _read_paired_lines(prompts: Path, videos: Path, source: SourceConfig) -> DataScan:
     """Read CogVideo's layout: line n of prompts.txt is the caption of the file in line n of videos.txt."""
     missing = [path.name for path in (prompts, videos) if not path.is_file()]
     if missing:
@@ -245,17 +245,17 @@ def _read_paired_lines(prompts: Path, videos: Path, source: SourceConfig) -> Sca
             folder.add(name.strip(), caption)
         else:
             gathered.add_problem(f"{videos.name} line {number}", "missing", "it does not name a file")
-    return gathered.to_scan(folder.describe_left_out(videos.name))
+    return gathered.build_scan(folder.describe_unlisted_media(videos.name))
 
 
-def _read_media_only(listing: Listing, source: SourceConfig) -> Scan:
+def _read_media_only(listing: FolderListing, source: SourceConfig) -> DataScan:
     gathered = _collect_broken_links(listing, source.caption)
     for name in listing.media:
         gathered.add(name, MediaFile(listing.root / name), None)
-    return gathered.to_scan(describe_unread_files(listing))
+    return gathered.build_scan(describe_unread_files(listing))
 
 
-def _collect_broken_links(listing: Listing, caption: str | None = None) -> SampleCollector:
+def _collect_broken_links(listing: FolderListing, caption: str | None = None) -> SampleCollector:
     gathered = SampleCollector(caption)
     for name in listing.media if listing.broken_links else ():
         if name in listing.broken_links:
@@ -263,7 +263,7 @@ def _collect_broken_links(listing: Listing, caption: str | None = None) -> Sampl
     return gathered
 
 
-def _read_text_files(listing: Listing) -> Scan:
+def _read_text_files(listing: FolderListing) -> DataScan:
     gathered, root = _collect_broken_links(listing), listing.root
     kohya = parse_kohya_folders(listing)
     for name in listing.media:
@@ -276,7 +276,7 @@ def _read_text_files(listing: Listing) -> Scan:
         else:
             try:
                 # A named pipe would wait for its writer.
-                with open_regular(root / text_file) as file:
+                with open_regular_file(root / text_file) as file:
                     # Read one byte more than the limit, to notice a longer file without reading all of it.
                     data = file.read(MAX_CAPTION_BYTES + 1)
                 if len(data) > MAX_CAPTION_BYTES:
@@ -289,12 +289,12 @@ def _read_text_files(listing: Listing) -> Scan:
         # In kohya's layout, the name of the top folder says how often its pictures come.
         folder = kohya.get(name.partition("/")[0], _DEFAULT_FOLDER)
         gathered.add(name, MediaFile(root / name), text, times_per_epoch=folder.repeats, missing_caption_fault=fault)
-    return gathered.to_scan(
+    return gathered.build_scan(
         (*describe_kohya_folders(kohya), *describe_unread_files(listing), *describe_orphans(listing))
     )
 
 
-def _read_class_folders(listing: Listing) -> Scan:
+def _read_class_folders(listing: FolderListing) -> DataScan:
     """Read the layout of UCF101 and CIFAR, `class/clip.avi`; the caption is the class name as separate words."""
     gathered = _collect_broken_links(listing)
     kohya = parse_kohya_folders(listing)
@@ -307,4 +307,4 @@ def _read_class_folders(listing: Listing) -> Scan:
     # A class without samples is usually a mistake, such as files of an unsupported format.
     for empty in sorted(names.keys() - {name.partition("/")[0] for name in listing.media}):
         gathered.add_problem(empty, "missing", "this class folder holds no video and no image")
-    return gathered.to_scan((*describe_kohya_folders(kohya), *describe_unread_files(listing)))
+    return gathered.build_scan((*describe_kohya_folders(kohya), *describe_unread_files(listing)))

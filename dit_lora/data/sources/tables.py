@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dit_lora.config.data import SourceConfig
-from dit_lora.data.media.media import MediaFile, resolve_below
+from dit_lora.data.media.media import MediaFile, resolve_path_below
 from dit_lora.data.sources.caption_text import Fault, suggest_encoding
 from dit_lora.data.sources.clips import (
     MASK,
     REFERENCE,
+    DataScan,
     LossMask,
     SampleCollector,
-    Scan,
-    compact_references,
-    merge_by_code,
+    merge_faults_by_code,
+    remove_empty_references,
 )
 from dit_lora.data.sources.left_out import describe_media_missing_from_table, describe_unread_files
-from dit_lora.data.sources.listing import Listing
+from dit_lora.data.sources.listing import FolderListing
 from dit_lora.data.sources.similar_names import describe_similar_name
 from dit_lora.errors import DitLoraError
-from dit_lora.files import open_regular
+from dit_lora.files import open_regular_file
 from dit_lora.parsing import parse_json
 
 CAPTION_COLUMNS = ("text", "caption", "prompt", "label")
@@ -38,7 +38,7 @@ _TableRows = tuple[list[str], Callable[[list[str]], Iterable[Record]]]
 """The table's columns, and a function that returns its rows with at least the requested columns."""
 
 
-def read_table(table: Path, source: SourceConfig) -> Scan:
+def read_table(table: Path, source: SourceConfig) -> DataScan:
     """Read the clips of a table (metadata file): one per row, with files below the table's folder or `media`.
 
     Raises `DitLoraError` if the table cannot be read or lacks a column.
@@ -48,7 +48,7 @@ def read_table(table: Path, source: SourceConfig) -> Scan:
     columns, rows = _READERS[table.suffix](table, gathered)
     # An empty table has no columns; `read_folder` reports that there is no clip.
     if not columns:
-        return gathered.to_scan()
+        return gathered.build_scan()
     file_column = _find_column(table, columns, FILE_COLUMNS, "the clip's file")
     needed, caption_column = [file_column], ""
     if source.caption is None:
@@ -79,7 +79,7 @@ def read_table(table: Path, source: SourceConfig) -> Scan:
             folder.add(str(name), row.get(caption_column), extra_cells)
         else:
             gathered.add_problem(f"{table.name} row {number}", "missing", f"its {file_column} is empty")
-    return gathered.to_scan(folder.describe_left_out(table.name))
+    return gathered.build_scan(folder.describe_unlisted_media(table.name))
 
 
 def _list_names(cell: object) -> list[object]:
@@ -125,14 +125,14 @@ class ListedFiles:
         for cell in cells:
             for name in _list_names(cell):
                 if isinstance(name, str) and name:
-                    self._listed_names.add(resolve_below(self._root, name) or "")
+                    self._listed_names.add(resolve_path_below(self._root, name) or "")
 
-    def describe_left_out(self, table: str) -> list[str]:
+    def describe_unlisted_media(self, table: str) -> list[str]:
         """Notes about media files that the list does not name; none with `media`, which several lists may share."""
         if self._source.media is not None:
             return []
         # Listing the folder is needed only for the notes; the samples come from the list.
-        listing = Listing(self._root)
+        listing = FolderListing(self._root)
         folders = (*self._source.reference_folders, self._source.mask_folder)
         extra_folders = {Path(folder).expanduser().absolute() for folder in folders if folder}
         unlisted = describe_media_missing_from_table(listing, table, self._listed_names, extra_folders)
@@ -140,7 +140,7 @@ class ListedFiles:
 
     def add(self, name: str, caption: object, extra_cells: ExtraCells = NO_EXTRA_CELLS) -> None:
         """Add one sample; its id is its path below the root, or the name as written if that is refused."""
-        path = resolve_below(self._root, name)
+        path = resolve_path_below(self._root, name)
         if path is None:
             # The sample has no path below the root, so its name as written is its id.
             self._collector.add_problem(name, *self._make_outside_fault(name))
@@ -154,11 +154,11 @@ class ListedFiles:
         image = self._find_extra_file("first image", extra_cells.image, faults)
         references = [self._find_extra_file(REFERENCE, cell, faults) for cell in extra_cells.references]
         mask = self._find_extra_file(MASK, extra_cells.mask, faults)
-        ordered_references, gap = compact_references(references)
+        ordered_references, gap = remove_empty_references(references)
         # A missing file leaves a gap too, but is already reported.
         if gap is not None and not faults:
             faults.append(gap)
-        for fault in merge_by_code(faults):
+        for fault in merge_faults_by_code(faults):
             self._collector.add_problem(path, *fault)
         loss_mask = LossMask(mask) if mask else None
         self._collector.add(path, media, caption, image=image, references=ordered_references, mask=loss_mask)
@@ -173,7 +173,7 @@ class ListedFiles:
         if not isinstance(cell, str):
             faults.append((f"{role}_missing", f"its {role} is of type {type(cell).__name__}, not a name"))
             return None
-        path = resolve_below(self._root, cell)
+        path = resolve_path_below(self._root, cell)
         if path is None:
             faults.append(self._make_outside_fault(cell))
             return None
@@ -192,7 +192,7 @@ def read_text(path: Path) -> str:
     """Read a UTF-8 text file, without its byte order mark; raises `DitLoraError` if it cannot be read."""
     try:
         # A named pipe would wait for its writer.
-        with open_regular(path) as file:
+        with open_regular_file(path) as file:
             return file.read().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DitLoraError(f"cannot read {path} as UTF-8 text: {error}{suggest_encoding(error)}") from error

@@ -18,7 +18,7 @@ from dit_lora.config.data import SourceConfig
 from dit_lora.config.records import read_typed_json
 from dit_lora.data.media.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, TarMember, find_size_fault
 from dit_lora.data.sources.caption_text import MAX_CAPTION_BYTES, Fault, make_too_long_fault, suggest_encoding
-from dit_lora.data.sources.clips import MASK, REFERENCE, LossMask, SampleCollector, Scan, merge_by_code
+from dit_lora.data.sources.clips import MASK, REFERENCE, DataScan, LossMask, SampleCollector, merge_faults_by_code
 from dit_lora.data.sources.tables import get_caption_columns
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_atomically
@@ -40,7 +40,7 @@ Members = dict[str, MemberLocation]
 """Members of one sample, by extension."""
 
 
-def read_tars(root: Path, tars: Sequence[str], source: SourceConfig, memo_folder: Path | None) -> Scan:
+def read_tars(root: Path, tars: Sequence[str], source: SourceConfig, memo_folder: Path | None) -> DataScan:
     """Read the samples of tars below a folder; ids begin with the tar's path below it.
 
     Only headers and captions are read, and only captions if the tar's index is in the folder `memo_folder`. All
@@ -50,16 +50,16 @@ def read_tars(root: Path, tars: Sequence[str], source: SourceConfig, memo_folder
     gathered = SampleCollector(source.caption)
     for name in tars:
         _add_tar(root / name, f"{name}/", source, gathered, memo_folder)
-    return gathered.to_scan()
+    return gathered.build_scan()
 
 
-def read_tar(path: Path, source: SourceConfig, memo_folder: Path | None) -> Scan:
+def read_tar(path: Path, source: SourceConfig, memo_folder: Path | None) -> DataScan:
     """Read the samples of one tar; sample ids are the members' names. Raises `DitLoraError` if it does not exist."""
     if not path.is_file():
         raise DitLoraError(f"no file {path}")
     gathered = SampleCollector(source.caption)
     _add_tar(path, "", source, gathered, memo_folder)
-    return gathered.to_scan()
+    return gathered.build_scan()
 
 
 def _add_tar(
@@ -206,7 +206,7 @@ class _SampleAdder:
 
     def add(self, key: str, members: Members) -> bool:
         """Add one sample of the tar; returns False if the members are not a sample, or it is refused."""
-        extra = _ExtraMembers.from_members(members, self.source)
+        extra = _ExtraMemberExtensions.from_members(members, self.source)
         ranks: dict[tuple[bool, bool], list[str]] = {}
         # References and masks are pictures too, so they are excluded first.
         for name in _list_media_extensions(members):
@@ -240,7 +240,7 @@ class _SampleAdder:
             too_large = find_size_fault(extra_member.size)
             if too_large is not None:
                 extra.faults.append((too_large[0], f"{extra_member.member}: {too_large[1]}"))
-        for code, text in merge_by_code(extra.faults):
+        for code, text in merge_faults_by_code(extra.faults):
             self.collector.add_problem(sample_id, code, text)
         mask = LossMask(masks[0]) if masks else None
         self.collector.add(sample_id, member, caption, references=references, mask=mask, missing_caption_fault=fault)
@@ -284,7 +284,7 @@ def _list_media_extensions(members: Members) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _ExtraMembers:
+class _ExtraMemberExtensions:
     """Extensions of a sample's members that are references, in order, and masks, such as `mask.png`."""
 
     references: list[str]
@@ -296,7 +296,7 @@ class _ExtraMembers:
         return *self.references, *self.masks
 
     @classmethod
-    def from_members(cls, members: Members, source: SourceConfig) -> "_ExtraMembers":
+    def from_members(cls, members: Members, source: SourceConfig) -> "_ExtraMemberExtensions":
         """Find a sample's references and masks among its tar members, by the source's columns.
 
         By default, references are `reference.png`, `reference_1.jpg` ...

@@ -70,7 +70,7 @@ def draw_scene(
     return Scene(*(group[int(torch.randint(len(group), (), generator=generator))] for group in options))
 
 
-def spread_scenes(shape: str, count: int) -> list[Scene]:
+def list_balanced_scenes(shape: str, count: int) -> list[Scene]:
     """List scenes of a shape, so that few clips show each known colour, motion and background about equally often."""
     colours, motions, backgrounds = tuple(COLOURS), MOTIONS[:-1], BACKGROUNDS[:-1]
     return [
@@ -95,7 +95,7 @@ def render_scene(
     centres, radii = _draw_path(scene.motion, progress, generator, size)
     centres = centres * size + torch.tensor([width - size, height - size]) / 2
     # Brightness varies a little, hue does not.
-    colour = torch.tensor(COLOURS[scene.colour]) * _draw_between(0.9, 1.1, generator)
+    colour = torch.tensor(COLOURS[scene.colour]) * _draw_uniform(0.9, 1.1, generator)
     y, x = torch.meshgrid(torch.arange(height) + 0.5, torch.arange(width) + 0.5, indexing="ij")
     # (F, H, W): pixels from the shape's centre, and then the distance to its outline, negative inside.
     offsets = [(x - cx, y - cy) for cx, cy in centres.tolist()]
@@ -115,19 +115,19 @@ def _draw_path(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Centres (F, 2) as shares of the picture's side, x first, and radii (F,) in pixels."""
     still = torch.ones_like(progress)
-    centre = torch.stack([_draw_between(0.46, 0.54, generator), _draw_between(0.46, 0.54, generator)])
-    radius = _draw_between(0.24, 0.27, generator) * size
+    centre = torch.stack([_draw_uniform(0.46, 0.54, generator), _draw_uniform(0.46, 0.54, generator)])
+    radius = _draw_uniform(0.24, 0.27, generator) * size
     if motion in DIRECTIONS:
         direction = torch.tensor(DIRECTIONS[motion])
-        reach = _draw_between(0.18, 0.2, generator)
+        reach = _draw_uniform(0.18, 0.2, generator)
         # Along the motion the path is centred, across it the centre is free.
         start = torch.where(direction != 0, 0.5 - reach * direction, centre)
         return start + 2 * reach * progress[:, None] * direction, radius * still
     if motion == NEW_MOTION:
-        reach = _draw_between(0.16, 0.18, generator)
-        angle = 2 * math.pi * (progress + _draw_between(0, 1, generator))
+        reach = _draw_uniform(0.16, 0.18, generator)
+        angle = 2 * math.pi * (progress + _draw_uniform(0, 1, generator))
         return 0.5 + reach * torch.stack([angle.cos(), angle.sin()], 1), 0.9 * radius * still
-    min_radius, max_radius = 0.14 * size, _draw_between(0.31, 0.33, generator) * size
+    min_radius, max_radius = 0.14 * size, _draw_uniform(0.31, 0.33, generator) * size
     share = progress if motion == "grows" else 1 - progress
     return centre.expand(len(progress), 2), torch.lerp(torch.tensor(min_radius), max_radius, share)
 
@@ -136,8 +136,8 @@ def _render_background(name: str, generator: torch.Generator, height: int, width
     """A grey picture (H, W, 3) in 0 to 255."""
     y, x = torch.meshgrid(torch.arange(height) + 0.5, torch.arange(width) + 0.5, indexing="ij")
     period = min(height, width) / 4
-    shift_x, shift_y = (_draw_between(0, period, generator) for _ in range(2))
-    dark, pale = _draw_between(25, 50, generator), _draw_between(185, 215, generator)
+    shift_x, shift_y = (_draw_uniform(0, period, generator) for _ in range(2))
+    dark, pale = _draw_uniform(25, 50, generator), _draw_uniform(185, 215, generator)
     # Triangle waves of the period, 0 at a stripe's middle and 1 between two stripes.
     wave_x, wave_y = (
         (((position + shift) / period) % 1 - 0.5).abs() * 2 for position, shift in ((x, shift_x), (y, shift_y))
@@ -187,7 +187,7 @@ def _measure_polygon(corners: Sequence[tuple[float, float]], x: torch.Tensor, y:
     return nearest * sign
 
 
-def _place_corners(radii: Sequence[float], turn: float) -> tuple[tuple[float, float], ...]:
+def _compute_corner_positions(radii: Sequence[float], turn: float) -> tuple[tuple[float, float], ...]:
     """Corners at equal angles, the first at `turn` (a share of a whole turn) clockwise from the right."""
     angles = [2 * math.pi * (index / len(radii) + turn) for index in range(len(radii))]
     return tuple((r * math.cos(angle), r * math.sin(angle)) for r, angle in zip(radii, angles, strict=True))
@@ -195,9 +195,9 @@ def _place_corners(radii: Sequence[float], turn: float) -> tuple[tuple[float, fl
 
 _ARM = 0.33  # half the width of the cross's arms
 _CORNERS = {
-    "square": _place_corners([1.2] * 4, 1 / 8),
-    "diamond": _place_corners([1.1] * 4, 0),
-    "triangle": _place_corners([1.15] * 3, 1 / 12 + 2 / 3),
+    "square": _compute_corner_positions([1.2] * 4, 1 / 8),
+    "diamond": _compute_corner_positions([1.1] * 4, 0),
+    "triangle": _compute_corner_positions([1.15] * 3, 1 / 12 + 2 / 3),
     "cross": (
         (_ARM, -1), (_ARM, -_ARM), (1, -_ARM), (1, _ARM), (_ARM, _ARM), (_ARM, 1),
         (-_ARM, 1), (-_ARM, _ARM), (-1, _ARM), (-1, -_ARM), (-_ARM, -_ARM), (-_ARM, -1),
@@ -205,7 +205,7 @@ _CORNERS = {
 }  # fmt: skip
 
 
-def _draw_between(low: float, high: float, generator: torch.Generator) -> torch.Tensor:
+def _draw_uniform(low: float, high: float, generator: torch.Generator) -> torch.Tensor:
     return low + (high - low) * torch.rand((), generator=generator)
 
 

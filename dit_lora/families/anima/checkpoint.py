@@ -28,7 +28,7 @@ from dit_lora.families.captions import load_text_limit, make_caption_encoder
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser, read_flow_scheduler
 from dit_lora.families.modular import ModularSampler
-from dit_lora.families.opening import fill_defaults, read_checkpoint, read_component_config
+from dit_lora.families.opening import fill_config_defaults, read_checkpoint, read_component_config
 from dit_lora.families.qwen_latents import QwenLatentsEncoders, QwenLatentsInfo, sample_normalized_latents
 from dit_lora.families.refusals import image_frames_errors, position_limit_errors, side_errors
 from dit_lora.numerics.objectives import FlowMatching
@@ -158,7 +158,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
             f"{model.path}: its scheduler shifts by image size (use_dynamic_shifting), for which AnimaModularPipeline "
             "has no rule; Anima's checkpoints have one shift"
         )
-    conditioner = fill_defaults(AnimaTextConditioner, read_component_config(fields["path"], "text_conditioner"))
+    conditioner = fill_config_defaults(AnimaTextConditioner, read_component_config(fields["path"], "text_conditioner"))
     _require_matching_parts(model, fields["transformer_config"], fields["vae_config"], conditioner)
     objective = FlowMatching(TRAINING_SHIFT, scheduler["num_train_timesteps"])
     info = AnimaInfo(**fields, scheduler=scheduler, text_rows=conditioner["min_sequence_length"])

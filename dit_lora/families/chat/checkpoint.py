@@ -19,7 +19,7 @@ from dit_lora.config.records import ChatTemplateFile, read_typed_json
 from dit_lora.data.chat.control import build_control_pattern, check_no_control_tokens
 from dit_lora.data.chat.conversation import Conversation, ConversationKind
 from dit_lora.data.chat.rendered import RenderedConversation
-from dit_lora.data.chat.template import MediaText, render_template
+from dit_lora.data.chat.template import MediaPlaceholderText, render_template
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
 from dit_lora.families.chat.layouts import InternVLLayout, LlavaNextVideoLayout, PictureLayout, SmolVLMLayout
@@ -72,9 +72,9 @@ class VideoTextCheckpoint(ChatCheckpoint):
 
     def apply_recipe(self, recipe: Recipe) -> Self:
         refuse_diffusion_options(recipe)
-        return self.with_vision_settings(VisionSettings.from_recipe(recipe))
+        return self.copy_with_vision_settings(VisionSettings.from_recipe(recipe))
 
-    def with_vision_settings(self, vision_settings: VisionSettings) -> Self:
+    def copy_with_vision_settings(self, vision_settings: VisionSettings) -> Self:
         # The layout decides which sizes its vision encoder takes.
         problems = self.layout.size_error(vision_settings.height, vision_settings.width)
         if problems:
@@ -98,7 +98,7 @@ class VideoTextCheckpoint(ChatCheckpoint):
         frames = self.vision_settings.frames if kind == "video" else 1
         return self.layout.shape(frames, height, width, (self.vision_settings.height, self.vision_settings.width))
 
-    def render(
+    def tokenize_conversation(
         self,
         conversation: Conversation,
         shape: VideoShape | None,
@@ -120,8 +120,10 @@ class VideoTextCheckpoint(ChatCheckpoint):
                 )
             # A video of one frame is an image.
             conversation = replace(conversation, kind="video" if video else "image")
-            # The template writes a placeholder; `expansion` then puts one token for each of the model's features.
-            media = MediaText(self.layout.placeholder(shape.frames), self.layout.expansion(shape, seconds))
+            # The template writes a placeholder; `media_prompt_text` then puts one token for each of the model's features.
+            media = MediaPlaceholderText(
+                self.layout.media_placeholder(shape.frames), self.layout.media_prompt_text(shape, seconds)
+            )
         template = ChatTemplate(self.tokenizer, self._get_template(is_video=video))
         rendered = render_template(template, self.tokenizer, conversation, media, include_answer=include_answer)
         return TimedRenderedConversation(rendered.pieces, seconds=tuple(seconds) if video else ())
@@ -133,13 +135,13 @@ class VideoTextCheckpoint(ChatCheckpoint):
             _override_dtype(model.model)
         return model
 
-    def inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def build_model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The model's arguments for a batch. Qwen2.5-VL also needs the frame times of videos: `seconds`, (B, F)."""
         input_ids, pixels = batch["input_ids"], batch.get("pixels")
         if pixels is None:
             return {"input_ids": input_ids}
         # Pixels arrive as uint8, so they are normalised and cut on the device of the batch.
-        model_inputs = self.layout.inputs(input_ids, pixels, batch.get("seconds"))
+        model_inputs = self.layout.build_model_inputs(input_ids, pixels, batch.get("seconds"))
         return {"input_ids": input_ids, **model_inputs}
 
     def prompt_tensors(self, rendered: RenderedConversation) -> dict[str, torch.Tensor]:
@@ -184,7 +186,7 @@ def open_checkpoint(model: ModelConfig) -> VideoTextCheckpoint:
         config=config,
         tokenizer=tokenizer,
         # Until a recipe says otherwise, pictures have the size that the layout recommends.
-        vision_settings=VisionSettings(_DEFAULT_FRAMES, layout.native_side, layout.native_side),
+        vision_settings=VisionSettings(_DEFAULT_FRAMES, layout.default_picture_side, layout.default_picture_side),
         fit=layout.fit,
         layout=layout,
     )

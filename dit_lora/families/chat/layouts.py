@@ -43,7 +43,7 @@ class PictureLayout(Protocol):
     """True if the model is told the frame times, in the prompt or through positions."""
 
     @property
-    def native_side(self) -> int:
+    def default_picture_side(self) -> int:
         """Side length in pixels that recipes usually set as data.height and data.width for a model type."""
 
     def size_error(self, height: int, width: int) -> str | None:
@@ -55,18 +55,20 @@ class PictureLayout(Protocol):
     def shape(self, frames: int, height: int, width: int, budget: tuple[int, int]) -> VideoShape:
         """Size at which the model sees pictures stored as height x width; `budget` is data.height and data.width."""
 
-    def placeholder(self, frames: int) -> str:
-        """Placeholder text that the chat template writes for a picture or video. `expansion` replaces it."""
+    def media_placeholder(self, frames: int) -> str:
+        """Placeholder text that the chat template writes for a picture or video. `media_prompt_text` replaces it."""
 
-    def expansion(self, shape: VideoShape, seconds: Sequence[float]) -> str:
+    def media_prompt_text(self, shape: VideoShape, seconds: Sequence[float]) -> str:
         """Prompt text of a picture or video of this shape, with the tokens that stand for the model's features."""
 
-    def inputs(self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None) -> Tensors:
+    def build_model_inputs(
+        self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None
+    ) -> Tensors:
         """The chat model's arguments except `input_ids`, from uint8 pixels (B, F, 3, H, W) and frame times (B, F)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SquareFrames(ABC):
+class SquareFrameLayout(ABC):
     """Base class of layouts with square frames of one size, and images that are tiled into such squares."""
 
     # Side of a frame or tile in pixels, the input size of the vision encoder.
@@ -78,7 +80,7 @@ class SquareFrames(ABC):
     has_frame_times: ClassVar[bool] = False
 
     @property
-    def native_side(self) -> int:
+    def default_picture_side(self) -> int:
         return self.side
 
     def size_error(self, height: int, width: int) -> str | None:
@@ -91,18 +93,18 @@ class SquareFrames(ABC):
         # Videos are never tiled: every frame is one square.
         if frames > 1:
             return VideoShape(frames, self.side, self.side)
-        return VideoShape(1, *self._image_size(height, width, budget))
+        return VideoShape(1, *self._compute_scaled_image_size(height, width, budget))
 
-    def placeholder(self, frames: int) -> str:
+    def media_placeholder(self, frames: int) -> str:
         return "<video>" if frames > 1 else self.image_token
 
     @abstractmethod
-    def _image_size(self, height: int, width: int, budget: tuple[int, int]) -> tuple[int, int]:
+    def _compute_scaled_image_size(self, height: int, width: int, budget: tuple[int, int]) -> tuple[int, int]:
         """Height and width of an image stored as height x width, after scaling to the model's limits."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlavaNextVideoLayout(SquareFrames):
+class LlavaNextVideoLayout(SquareFrameLayout):
     """LLaVA-NeXT-Video: 336x336 frames, pooled by 2x2; images in tiles at the best fitting size (anyres).
 
     An image always takes three to six views, whatever the budget, because the model has no smaller sizes: at least
@@ -141,10 +143,10 @@ class LlavaNextVideoLayout(SquareFrames):
             return f"{self.side}x{self.side}, the one size of frames that it takes"
         return None
 
-    def placeholder(self, frames: int) -> str:
+    def media_placeholder(self, frames: int) -> str:
         return self.video_token if frames > 1 else self.image_token
 
-    def expansion(self, shape: VideoShape, seconds: Sequence[float]) -> str:
+    def media_prompt_text(self, shape: VideoShape, seconds: Sequence[float]) -> str:
         # Features per side of one square.
         grid = self.side // self.patch_size
         # Video frames are pooled by `pool_stride` in both directions and have no newline features.
@@ -163,14 +165,16 @@ class LlavaNextVideoLayout(SquareFrames):
         # The whole image, the unpadded tiles, and one newline feature per row.
         return self.image_token * (grid**2 + rows * columns + rows)
 
-    def inputs(self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None) -> Tensors:
+    def build_model_inputs(
+        self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None
+    ) -> Tensors:
         # (B, F, 3, side, side)
         if pixels.shape[1] > 1:
             return {"pixel_values_videos": self.normalize_video(pixels)}
         picture = pixels[:, 0]
         size = (picture.shape[-2], picture.shape[-1])
         # `inside` is the part of the canvas that the picture covers without changing its aspect ratio.
-        canvas, inner_size = self._select_canvas(*size), self._image_size(*size, size)
+        canvas, inner_size = self._select_canvas(*size), self._compute_scaled_image_size(*size, size)
         top, left = (canvas[0] - inner_size[0]) // 2, (canvas[1] - inner_size[1]) // 2
         # Center the scaled picture on a black canvas that splits into whole tiles.
         padded = picture.new_zeros(len(picture), 3, *canvas)
@@ -185,7 +189,7 @@ class LlavaNextVideoLayout(SquareFrames):
     def _select_canvas(self, height: int, width: int) -> tuple[int, int]:
         return select_best_resolution((height, width), list(self.pinpoints))
 
-    def _image_size(self, height: int, width: int, budget: tuple[int, int]) -> tuple[int, int]:
+    def _compute_scaled_image_size(self, height: int, width: int, budget: tuple[int, int]) -> tuple[int, int]:
         """The largest size with the picture's aspect ratio that fits its canvas (get_patch_output_size)."""
         canvas = self._select_canvas(height, width)
         # The side that needs the smaller scale fills the canvas; the other one is rounded up, at most to the canvas.
@@ -196,7 +200,7 @@ class LlavaNextVideoLayout(SquareFrames):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmolVLMLayout(SquareFrames):
+class SmolVLMLayout(SquareFrameLayout):
     """SmolVLM2: square frames, each with its time; images as square tiles plus the whole image.
 
     Images are scaled so that their longer side fits data.height and data.width, at most the checkpoint's limit. The
@@ -227,7 +231,7 @@ class SmolVLMLayout(SquareFrames):
             normalize_video=PixelNormalization.from_processor_config(read_processor_config(path, "video"), HALF, HALF),
         )
 
-    def _image_size(self, height: int, width: int, budget: tuple[int, int]) -> tuple[int, int]:
+    def _compute_scaled_image_size(self, height: int, width: int, budget: tuple[int, int]) -> tuple[int, int]:
         # The largest multiple of the tile that both the recipe and the checkpoint allow.
         long_side = min(self.max_long_side, max(budget) // self.side * self.side)
         if long_side <= self.side:
@@ -241,7 +245,7 @@ class SmolVLMLayout(SquareFrames):
         rows, columns = (max(1, math.ceil(value / self.side)) for value in size)
         return rows * self.side, columns * self.side
 
-    def expansion(self, shape: VideoShape, seconds: Sequence[float]) -> str:
+    def media_prompt_text(self, shape: VideoShape, seconds: Sequence[float]) -> str:
         marker, picture = "<fake_token_around_image>", self.image_token * self.tokens_per_tile
         # The whole image, downscaled, comes last. Frames of a video have only this part.
         overview = f"{marker}<global-img>{picture}{marker}"
@@ -261,14 +265,16 @@ class SmolVLMLayout(SquareFrames):
         ]
         return "\n".join(lines) + f"\n\n{overview}"
 
-    def inputs(self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None) -> Tensors:
+    def build_model_inputs(
+        self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None
+    ) -> Tensors:
         if pixels.shape[1] > 1:
             return {"pixel_values": self.normalize_video(pixels)}
         return {"pixel_values": self.normalize_image(split_tiles_with_whole(pixels[:, 0], self.side))}
 
 
 @dataclass(frozen=True, kw_only=True)
-class InternVLLayout(SquareFrames):
+class InternVLLayout(SquareFrameLayout):
     """InternVL3: 448x448 frames; images in as many such tiles as data.height x data.width allows, and whole.
 
     Source: transformers/models/internvl/processing_internvl.py, got_ocr2/image_processing_pil_got_ocr2.py.
@@ -295,13 +301,13 @@ class InternVLLayout(SquareFrames):
             ),
         )
 
-    def _image_size(self, height: int, width: int, budget: tuple[int, int]) -> tuple[int, int]:
+    def _compute_scaled_image_size(self, height: int, width: int, budget: tuple[int, int]) -> tuple[int, int]:
         # Number of tiles that data.height x data.width holds.
         num_tiles = max(budget[0] * budget[1] // self.side**2, self.min_tiles)
         rows, columns = self._select_grid(height, width, min(num_tiles, self.max_tiles))
         return rows * self.side, columns * self.side
 
-    def expansion(self, shape: VideoShape, seconds: Sequence[float]) -> str:
+    def media_prompt_text(self, shape: VideoShape, seconds: Sequence[float]) -> str:
         picture = self.image_token * self.tokens_per_tile
         if shape.frames > 1:
             frames = range(1, shape.frames + 1)
@@ -310,7 +316,9 @@ class InternVLLayout(SquareFrames):
         count = shape.height * shape.width // self.side**2
         return f"<img>{picture * (count if count == 1 else count + 1)}</img>"
 
-    def inputs(self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None) -> Tensors:
+    def build_model_inputs(
+        self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None
+    ) -> Tensors:
         # (B, F, ...) or (B, V, ...) -> (B * F, ...): the model takes a flat list of tiles.
         if pixels.shape[1] > 1:
             return {"pixel_values": self.normalize_video(pixels).flatten(0, 1)}

@@ -81,7 +81,7 @@ class QwenLayout:
         )
 
     @property
-    def native_side(self) -> int:
+    def default_picture_side(self) -> int:
         # 16 merged patches: 448 pixels with Qwen2.5-VL's sizes, 512 with Qwen3-VL's.
         return 16 * self.patch_size * self.merge_size
 
@@ -101,10 +101,10 @@ class QwenLayout:
         sides = self._compute_smart_size(height, width, pictures, min(limits.min_pixels, max_pixels), max_pixels)
         return VideoShape(frames, *sides)
 
-    def placeholder(self, frames: int) -> str:
+    def media_placeholder(self, frames: int) -> str:
         return _wrap_vision_tokens(self.video_token if frames > 1 else self.image_token)
 
-    def expansion(self, shape: VideoShape, seconds: Sequence[float]) -> str:
+    def media_prompt_text(self, shape: VideoShape, seconds: Sequence[float]) -> str:
         # After merging, each step x step square of pixels is one token, and `size` frames share theirs.
         step, size = self.patch_size * self.merge_size, self.frames_per_patch
         count = (shape.height // step) * (shape.width // step)
@@ -119,7 +119,9 @@ class QwenLayout:
         frames = (f"<{time:.1f} seconds>{_wrap_vision_tokens(self.video_token * count)}" for time in times)
         return _wrap_vision_tokens("".join(frames))
 
-    def inputs(self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None) -> Tensors:
+    def build_model_inputs(
+        self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None
+    ) -> Tensors:
         batch, frames, _, height, width = pixels.shape
         kind, name = ("image", "pixel_values") if frames == 1 else ("video", "pixel_values_videos")
         normalise = self.normalize_image if frames == 1 else self.normalize_video

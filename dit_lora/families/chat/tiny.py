@@ -63,7 +63,7 @@ _VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|vide
 _TILE_TOKENS = tuple(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5))
 
 
-class Variant(NamedTuple):
+class TinyChatVariant(NamedTuple):
     """The parts of one tiny chat checkpoint for tests."""
 
     special_tokens: tuple[str, ...]
@@ -288,8 +288,8 @@ _QWEN_PIXELS = {"min_pixels": 28 * 28, "max_pixels": 112 * 112, "patch_size": 14
 _PAD_TEXTS = ("<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>")
 _TILE, _SAMPLING = {"longest_edge": 32}, {"fps": 1, "max_frames": 64}
 _SMOLVLM_SIZE = {"max_image_size": _TILE}
-VARIANTS: dict[str, Variant] = {
-    "llava-next-video": Variant(
+VARIANTS: dict[str, TinyChatVariant] = {
+    "llava-next-video": TinyChatVariant(
         ("<unk>", "<s>", "</s>", "<video>", "<image>"),
         "</s>",
         {},
@@ -305,7 +305,7 @@ VARIANTS: dict[str, Variant] = {
             num_additional_image_tokens=1,
         ),
     ),
-    "qwen2.5-vl": Variant(
+    "qwen2.5-vl": TinyChatVariant(
         (*_CHATML_TOKENS, *_VISION_TOKENS),
         "<|im_end|>",
         _PAD_TOKEN_NAMES,
@@ -318,7 +318,7 @@ VARIANTS: dict[str, Variant] = {
             (CLIP_MEAN, CLIP_STD),
         ),
     ),
-    "qwen3-vl": Variant(
+    "qwen3-vl": TinyChatVariant(
         (*_CHATML_TOKENS, *_VISION_TOKENS),
         "<|im_end|>",
         _PAD_TOKEN_NAMES,
@@ -337,7 +337,7 @@ VARIANTS: dict[str, Variant] = {
             (HALF, HALF),
         ),
     ),
-    "smolvlm2": Variant(
+    "smolvlm2": TinyChatVariant(
         (
             "<|endoftext|>",
             "<|im_start|>",
@@ -362,7 +362,7 @@ VARIANTS: dict[str, Variant] = {
             image_seq_len=4,
         ),
     ),
-    "internvl": Variant(
+    "internvl": TinyChatVariant(
         (*_CHATML_TOKENS, "<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
         "<|im_end|>",
         {

@@ -30,16 +30,16 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
 )
-from dit_lora.families.captions import cut_text, load_text_limit, make_caption_encoder
+from dit_lora.families.captions import load_text_limit, make_caption_encoder, trim_text_padding
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser, build_flow_matching, compute_mu, read_flow_scheduler
-from dit_lora.families.flux.checkpoint import FluxInfo, get_common_arguments, pack_latents
+from dit_lora.families.flux.checkpoint import FluxInfo, build_transformer_arguments, pack_latents
 from dit_lora.families.latents import (
     PACK_SIZE,
     compute_packed_loss_weights,
     compute_token_grid,
-    describe_packed_noise,
     encode_picture,
+    make_packed_noise_samplers,
     sample_posterior,
     shift_and_scale_latents,
 )
@@ -61,7 +61,7 @@ class ChromaInfo(FluxInfo):
 
     def recipe_notes(self, recipe: Recipe) -> list[str]:
         name = recipe.model.path
-        if self.from_scratch is not None or recipe.keeps_distillation or not is_named_distilled(name, "flash"):
+        if self.from_scratch is not None or recipe.has_distillation_safeguard or not is_named_distilled(name, "flash"):
             return []
         return [
             f"distilled: {name} is Chroma1-Flash by its name (no file of it says so): training it directly breaks "
@@ -114,14 +114,14 @@ class ChromaDenoiser(FlowDenoiser):
     info: ChromaInfo
     transformer_class: ClassVar[Any] = ChromaTransformer2DModel
 
-    def mu(self, size: torch.Size) -> float:
+    def compute_shift_mu(self, size: torch.Size) -> float:
         if not self.info.scheduler["use_dynamic_shifting"]:
-            return super().mu(size)
+            return super().compute_shift_mu(size)
         # Packing makes one token of 2 x 2 latents.
         return compute_mu(self.info.scheduler, size[-2] * size[-1] // PACK_SIZE**2)
 
-    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
-        return {**super().draw_functions(batch), **describe_packed_noise(batch["latent_mean"])}
+    def get_random_input_samplers(self, batch: TensorMap) -> DrawFunctions:
+        return {**super().get_random_input_samplers(batch), **make_packed_noise_samplers(batch["latent_mean"])}
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Chroma's clean training latents: sampled from the posterior, normalized and packed, (B, S, P)."""
@@ -157,7 +157,7 @@ class ChromaDenoiser(FlowDenoiser):
         batch: TensorMap,
     ) -> torch.Tensor:
         """One call of the transformer for one sample, with text (1, T, D) that has no padding but its one pad."""
-        arguments = get_common_arguments(noisy, timesteps, text, self.info.guidance)
+        arguments = build_transformer_arguments(noisy, timesteps, text, self.info.guidance)
         del arguments["guidance"]  # no argument of Chroma's transformer
         image_ids = ChromaPipeline._prepare_latent_image_ids(
             len(noisy), *compute_token_grid(batch["latent_mean"]), torch.device("cpu"), text.dtype
@@ -198,7 +198,7 @@ class ChromaSampler(Sampler):
 
 
 def _cut_caption(text: Tensors) -> Tensors:
-    embeddings, mask = cut_text(text["prompt_embeds"], text["prompt_attention_mask"])
+    embeddings, mask = trim_text_padding(text["prompt_embeds"], text["prompt_attention_mask"])
     # The pipeline requires a mask.
     mask = torch.ones(embeddings.shape[:2], dtype=torch.bool) if mask is None else mask
     return {"prompt_embeds": embeddings, "prompt_attention_mask": mask.to(embeddings.device)}

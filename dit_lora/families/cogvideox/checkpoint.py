@@ -8,7 +8,11 @@ from diffusers import CogVideoXDDIMScheduler, CogVideoXTransformer3DModel
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.base import Checkpoint
-from dit_lora.families.cogvideox.image_to_video import CogVideoXImageEncoders, CogVideoXImageInfo, ImageChannels
+from dit_lora.families.cogvideox.image_to_video import (
+    CogVideoXImageEncoders,
+    CogVideoXImageInfo,
+    ImageChannelConditioning,
+)
 from dit_lora.families.cogvideox.text_to_video import (
     CogVideoXDenoiser,
     CogVideoXEncoders,
@@ -16,7 +20,7 @@ from dit_lora.families.cogvideox.text_to_video import (
     CogVideoXSampler,
 )
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.opening import fill_defaults, read_checkpoint, read_component_config
+from dit_lora.families.opening import fill_config_defaults, read_checkpoint, read_component_config
 from dit_lora.numerics.objectives import VPrediction
 
 # Facts by the pipeline class in model_index.json.
@@ -37,7 +41,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     )
     kind, vae = _INFO_CLASSES[index["_class_name"]], fields["vae_config"]
     # Diffusers would ignore an unknown option with a warning.
-    options = fill_defaults(CogVideoXTransformer3DModel, {})
+    options = fill_config_defaults(CogVideoXTransformer3DModel, {})
     unknown = sorted(set(model.from_scratch or {}) - set(options))
     if unknown:
         heading = f"model.from_scratch takes {', '.join(sorted(options))}; it does not know"
@@ -63,7 +67,9 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     return Checkpoint(
         info=info,
         encoders=CogVideoXImageEncoders(info=info),
-        denoiser=CogVideoXDenoiser(info=info, objective=objective, conditioning=ImageChannels(vae_config=vae)),
+        denoiser=CogVideoXDenoiser(
+            info=info, objective=objective, conditioning=ImageChannelConditioning(vae_config=vae)
+        ),
         sampler=CogVideoXSampler(info=info),
     )
 

@@ -22,7 +22,7 @@ from dit_lora.families.cogvideox.text_to_video import CogVideoXEncoders, CogVide
 from dit_lora.families.conditioning import Conditioning
 from dit_lora.families.latents import PLAIN_VAE, VaeMemory, sample_posterior
 from dit_lora.families.pictures import require_images, to_pil_image
-from dit_lora.numerics.streams import DrawFunctions, draw_integers, draw_uniform, make_generator, normal
+from dit_lora.numerics.streams import DrawFunctions, draw_integers, draw_normal_noise, draw_uniform, make_generator
 
 # Training noise is added to pixels, but latents are cached: encode this many noisy copies of each image.
 NUM_NOISY_ENCODINGS = 4
@@ -37,19 +37,19 @@ class CogVideoXImageInfo(CogVideoXInfo):
     has_image_noise: bool = True
     """True if the first image has encodings with noise too (`data.image_noise`)."""
     pipeline_class: ClassVar[Any] = CogVideoXImageToVideoPipeline
-    image_arguments: ClassVar[tuple[str, ...]] = ("image",)
+    image_argument_names: ClassVar[tuple[str, ...]] = ("image",)
     supported_options: ClassVar[tuple[str, ...]] = ("data.image_column", "data.image_noise", "validation.images")
 
-    def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
+    def copy_with_recipe_settings(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
         """Apply the recipe's settings, such as `data.image_noise`.
 
         Raises `DitLoraError` if prompts lack first images.
         """
-        info, problems = super().with_recipe(recipe, training_options), []
+        info, problems = super().copy_with_recipe_settings(recipe, training_options), []
         # A flipped clip with an unflipped first image would train on a contradiction.
         if recipe.data.flip:
             problems.append("data.flip does not apply, because the first image would not be mirrored; remove it")
-        require_images(self.path.name, recipe.validation, self.image_arguments, problems)
+        require_images(self.path.name, recipe.validation, self.image_argument_names, problems)
         # None in the recipe is the default: noise.
         return replace(info, has_image_noise=recipe.data.image_noise is not False)
 
@@ -90,7 +90,7 @@ class CogVideoXImageEncoders(CogVideoXEncoders):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageChannels(Conditioning):
+class ImageChannelConditioning(Conditioning):
     """Conditioning that appends the first image's latents to the noisy latents as further channels."""
 
     vae_config: Mapping[str, Any]
@@ -98,10 +98,10 @@ class ImageChannels(Conditioning):
     """Share of samples that train without their image (`data.image_dropout`)."""
     supported_options: ClassVar[tuple[str, ...]] = ("data.image_dropout",)
 
-    def with_recipe(self, recipe: Recipe) -> Self:
+    def copy_with_recipe_settings(self, recipe: Recipe) -> Self:
         return replace(self, image_dropout=recipe.data.image_dropout)
 
-    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
+    def get_random_input_samplers(self, batch: TensorMap) -> DrawFunctions:
         """Random tensors of image conditioning.
 
         They are noise for the image's latent, whether the image is dropped, and which of its encodings is used.
@@ -109,7 +109,7 @@ class ImageChannels(Conditioning):
         # (B, K, C, 1, H, W): K encodings of one image, each with the shape (C, 1, H, W).
         encodings, *shape = batch["image_latent_mean"].shape[1:]
         image_draws: DrawFunctions = {
-            "image_posterior": partial(normal, shape),
+            "image_posterior": partial(draw_normal_noise, shape),
             "image_dropout": lambda rows: draw_uniform(rows) >= self.image_dropout,
         }
         noised: DrawFunctions = {"image_noise": partial(draw_integers, 1, encodings)} if encodings > 1 else {}
@@ -121,13 +121,13 @@ class ImageChannels(Conditioning):
         # Image latents of 1.5 are divided by the scaling factor instead of multiplied, as its VAE's config says.
         inverted = self.vae_config.get("invert_scale_latents", False)
         # (B, C, 1, H, W) -> (B, 1, C, H, W)
-        image = self._sample_image(batch, random_tensors).transpose(1, 2) * (1 / scale if inverted else scale)
+        image = self._sample_image_latents(batch, random_tensors).transpose(1, 2) * (1 / scale if inverted else scale)
         image_channels = torch.zeros_like(latents)
         # Only the first latent frame has the image; the other frames stay zero.
         image_channels[:, :1] = image
         return torch.cat([latents, image_channels], dim=2)
 
-    def _sample_image(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
+    def _sample_image_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """A latent of the randomly chosen image encoding, (B, C, 1, H, W), or zeros if the image is dropped.
 
         Without random tensors, the mean latent of the clean image, as in the pipeline.

@@ -38,7 +38,7 @@ from dit_lora.families.latents import (
 )
 from dit_lora.families.refusals import frame_count_errors, side_errors
 from dit_lora.numerics.objectives import LossOutput, VPrediction, compute_mean_squared_error
-from dit_lora.numerics.streams import DrawFunctions, RandomStreams, normal
+from dit_lora.numerics.streams import DrawFunctions, RandomStreams, draw_normal_noise
 
 OFFSET = 2.0
 
@@ -149,16 +149,16 @@ class CogVideoXDenoiser(Denoiser):
 
     @property
     def timestep_range(self) -> range:
-        return self.discrete_timesteps.get_range(self.num_train_timesteps)
+        return self.discrete_timesteps.get_timestep_range(self.num_train_timesteps)
 
-    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
+    def get_random_input_samplers(self, batch: TensorMap) -> DrawFunctions:
         channels, frames, *size = batch["latent_mean"].shape[1:]
         return {
             # The posterior has no padding frames: they repeat the first latent frame after it is drawn.
-            "posterior": partial(normal, (channels, frames, *size)),
-            "noise": partial(normal, (channels, frames + self.num_padding_frames(frames), *size)),
-            "timestep": self.discrete_timesteps.make_draw_function(self.num_train_timesteps),
-            **self.conditioning.draw_functions(batch),
+            "posterior": partial(draw_normal_noise, (channels, frames, *size)),
+            "noise": partial(draw_normal_noise, (channels, frames + self.num_padding_frames(frames), *size)),
+            "timestep": self.discrete_timesteps.make_timestep_sampler(self.num_train_timesteps),
+            **self.conditioning.get_random_input_samplers(batch),
         }
 
     def losses(self, transformer: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput:
@@ -168,7 +168,7 @@ class CogVideoXDenoiser(Denoiser):
         drops the output for it, so it gets no loss here (CogVideo's own trainer does include it).
         """
         # Each tensor is (B, ...), drawn by the samples' own streams.
-        draws = streams.draw_tensors(self.draw_functions(batch), batch["latent_mean"].device)
+        draws = streams.draw_tensors(self.get_random_input_samplers(batch), batch["latent_mean"].device)
         clean_BCFHW = sample_posterior(batch["latent_mean"], batch["latent_logvar"], draws["posterior"])
         padding = self.num_padding_frames(clean_BCFHW.shape[2])
         # With `num_padding_frames` 0, nothing is put in front.

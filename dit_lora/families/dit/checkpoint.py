@@ -150,7 +150,7 @@ class DiTSampler(Sampler):
         """
         # The pipeline takes a list of ints.
         if isinstance(prompt, str):
-            return {"class_labels": [self.info.get_row(prompt)]}
+            return {"class_labels": [self.info.get_label_row(prompt)]}
         return {"class_labels": prompt["class_labels"].tolist()}
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.data.sources.scan import find_class_names_in_data
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.base import CheckpointInfo, Encoders, TensorSpec, TextEncoder
-from dit_lora.families.opening import load_or_init
+from dit_lora.families.opening import load_or_init_transformer
 
 STOCK_NULL_ROW = 1000  # diffusers/pipelines/dit/pipeline_dit.py: class_null
 # Name of a block's label table; the field is the block's number.
@@ -46,22 +46,22 @@ class ClassTable:
         return cls(table.count, dict(zip(table.rows(), names, strict=False)))
 
     @property
-    def null_row(self) -> int:
+    def null_label_row(self) -> int:
         # From 1000 classes on, the null row stays at 1000.
         return min(self.count, STOCK_NULL_ROW)
 
     def rows(self) -> list[int]:
         """Row numbers of the classes in a label table, in order, without the null row."""
-        return [row for row in range(self.count + 1) if row != self.null_row]
+        return [row for row in range(self.count + 1) if row != self.null_label_row]
 
-    def find_row(self, name: str) -> int | None:
+    def find_label_row(self, name: str) -> int | None:
         """Row of a class, found by its name or one of its synonyms; None if no class has it.
 
         If no class has a number as its name, a number selects a row. Of equal names the last wins, as in DiTPipeline.
         """
         # The empty caption: caption dropout and the negative prompt.
         if name == "":
-            return self.null_row
+            return self.null_label_row
         # Synonyms can be used too, but a complete name takes precedence over them.
         parts = {part.strip(): row for row, value in self._sorted_names() for part in value.split(",")}
         labels = parts | {value: row for row, value in self._sorted_names()}
@@ -74,7 +74,7 @@ class ClassTable:
         rows = {labels.get(part.strip()) for part in name.split(",")}
         return rows.pop() if len(rows) == 1 else None
 
-    def with_new_classes(self, names: Sequence[str]) -> Self:
+    def append_new_classes(self, names: Sequence[str]) -> Self:
         """Copy of the class table with new classes appended; the rows of the old classes stay the same."""
         # Build the wider table first: it knows which rows are classes.
         wider = type(self)(self.count + len(names), {})
@@ -98,13 +98,13 @@ class ClassTable:
     def digest(self) -> str:
         return hashlib.sha256(json.dumps([self.count, self.labels()]).encode()).hexdigest()
 
-    def grow_weight(self, weight: torch.Tensor, old_classes: "ClassTable") -> torch.Tensor:
+    def expand_label_weight(self, weight: torch.Tensor, old_classes: "ClassTable") -> torch.Tensor:
         """Weights of the label table for these classes, copied from those of the old ones.
 
         New classes start as the null class.
         """
         # (classes + 1, width), initially all copies of the null class.
-        rows = weight[old_classes.null_row].repeat(self.count + 1, 1)
+        rows = weight[old_classes.null_label_row].repeat(self.count + 1, 1)
         # Old classes keep their rows.
         rows[old_classes.rows()] = weight[old_classes.rows()]
         return rows
@@ -133,39 +133,39 @@ class ClassInfo(CheckpointInfo):
     def class_names(self) -> Sequence[str]:
         return tuple(self.stored_classes.labels().values())
 
-    def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
+    def copy_with_recipe_settings(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
         """Apply the classes of the data. New ones are appended; with `model.from_scratch` they are the only ones."""
-        info = super().with_recipe(recipe, training_options)
+        info = super().copy_with_recipe_settings(recipe, training_options)
         classes = self._select_classes(recipe, find_class_names_in_data(recipe.data, recipe.cache_dir))
         # Prompts of validation samples may name new classes too, so check them against the extended table.
         unknown_prompts = find_unknown_names(recipe.validation.prompts, classes)
         if unknown_prompts:
             problem = f"validation.prompts: unknown class {', '.join(map(repr, unknown_prompts))}; choose from"
             raise DitLoraError(format_list(problem, classes.suggest_names(unknown_prompts[0])))
-        return info.with_classes(classes)
+        return info.copy_with_classes(classes)
 
-    def with_classes(self, classes: ClassTable) -> Self:
+    def copy_with_classes(self, classes: ClassTable) -> Self:
         # The transformer is built from the config, so the number of classes must agree.
         config = {**self.transformer_config, self.num_classes_key: classes.count}
         return replace(self, transformer_config=config, trained_classes=classes)
 
-    def index_changes(self) -> dict[str, Any]:
+    def model_index_changes(self) -> dict[str, Any]:
         return {} if self.trained_classes == self.stored_classes else {"id2label": self.trained_classes.labels()}
 
-    def config_changes(self) -> dict[str, Any]:
+    def transformer_config_changes(self) -> dict[str, Any]:
         return (
             {} if self.trained_classes == self.stored_classes else {self.num_classes_key: self.trained_classes.count}
         )
 
-    def with_index_changes(self, index: Mapping[str, Any]) -> Self:
+    def copy_with_model_index_changes(self, index: Mapping[str, Any]) -> Self:
         # Rows that the stored table does not have are the added classes, in the order of their rows.
         labels = {int(row): name for row, name in index["id2label"].items()}
         added = [labels[row] for row in sorted(set(labels) - set(self.stored_classes.rows()))]
-        return self.with_classes(self.stored_classes.with_new_classes(added))
+        return self.copy_with_classes(self.stored_classes.append_new_classes(added))
 
-    def get_row(self, name: str) -> int:
+    def get_label_row(self, name: str) -> int:
         """Row of a class in the label table, by name. Raises `DitLoraError` with similar names if there is none."""
-        row = self.trained_classes.find_row(name)
+        row = self.trained_classes.find_label_row(name)
         if row is None:
             suggestions = self.trained_classes.suggest_names(name)
             raise DitLoraError(format_list(f"{self.path.name} has no class {name!r}; it has", suggestions))
@@ -182,7 +182,7 @@ class ClassInfo(CheckpointInfo):
         scratch = self.from_scratch
         if scratch is not None:
             scratch = {**scratch, self.num_classes_key: self.trained_classes.count}
-        transformer = load_or_init(model_class, self.path, dtype, scratch)
+        transformer = load_or_init_transformer(model_class, self.path, dtype, scratch)
         if scratch is None and self.trained_classes.count > self.stored_classes.count:
             grow(transformer, self.trained_classes, self.stored_classes)
         return transformer
@@ -201,7 +201,7 @@ class ClassInfo(CheckpointInfo):
         # In mode `full` all base weights train, label tables included.
         if new_names and recipe.train.mode == "lora":
             self.require_trainable_rows(recipe, new_names)
-        return self.stored_classes.with_new_classes(new_names)
+        return self.stored_classes.append_new_classes(new_names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +221,7 @@ class ClassEncoders(Encoders):
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Maps names of classes to rows of the label tables, int64 (B,); "" is the null class."""
-        return lambda names: {"class_labels": torch.tensor([self.info.get_row(name) for name in names])}
+        return lambda names: {"class_labels": torch.tensor([self.info.get_label_row(name) for name in names])}
 
 
 def read_class_names(index: Mapping[str, Any]) -> dict[int, str]:
@@ -231,7 +231,7 @@ def read_class_names(index: Mapping[str, Any]) -> dict[int, str]:
 
 def find_unknown_names(names: Iterable[str], classes: ClassTable) -> list[str]:
     """Class names that have no row in the label table, each once, sorted."""
-    return sorted({name for name in names if classes.find_row(name) is None})
+    return sorted({name for name in names if classes.find_label_row(name) is None})
 
 
 class DiTPipeline(StockPipeline):
@@ -261,7 +261,7 @@ def _use_null_row(transformer: Any) -> Iterator[None]:
         yield
 
 
-def get_embedders(transformer: Any) -> list[Any]:
+def get_label_embedders(transformer: Any) -> list[Any]:
     """The module in each DiT block that embeds timestep and label."""
     # Diffusers' DiT repeats timestep and label embedders in every block.
     return [block.norm1.emb for block in transformer.transformer_blocks]
@@ -273,15 +273,15 @@ def disable_label_dropout(transformer: Any) -> None:
     Diffusers' LabelEmbedding draws separately in each block, so one call would mix a label with the null class.
     """
     # Probability 0 turns off LabelEmbedding's own dropout, which is active in training.
-    for embedder in get_embedders(transformer):
+    for embedder in get_label_embedders(transformer):
         embedder.class_embedder.dropout_prob = 0.0
 
 
 def grow_label_tables(transformer: Any, classes: ClassTable, old_classes: ClassTable) -> None:
     """Extend every block's label table, and the model's config, to these classes."""
-    for embedder in get_embedders(transformer):
+    for embedder in get_label_embedders(transformer):
         labels = embedder.class_embedder
-        weight = classes.grow_weight(labels.embedding_table.weight.data, old_classes)
+        weight = classes.expand_label_weight(labels.embedding_table.weight.data, old_classes)
         # Frozen like all base weights; parameter groups make them trainable.
         labels.embedding_table = nn.Embedding.from_pretrained(weight, freeze=True)
         labels.num_classes = classes.count
@@ -301,7 +301,7 @@ def initialize_weights(transformer: Any) -> None:
     # Initialise the patch convolution like a linear layer, (width, channels * patch * patch).
     nn.init.xavier_uniform_(patches.weight.view(len(patches.weight), -1))
     _zero_bias(patches.bias)
-    tables = get_embedders(transformer)
+    tables = get_label_embedders(transformer)
     reference = tables[0]
     for weight in (
         reference.timestep_embedder.linear_1.weight,

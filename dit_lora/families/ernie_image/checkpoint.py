@@ -32,13 +32,13 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
 )
-from dit_lora.families.captions import cut_text, load_text_limit, make_unpadded_encoder, unpad_captions
+from dit_lora.families.captions import load_text_limit, make_unpadded_encoder, trim_text_padding, unpad_captions
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser, build_flow_matching, read_flow_scheduler
 from dit_lora.families.latents import compute_packed_loss_weights, encode_picture, sample_posterior
 from dit_lora.families.opening import read_checkpoint
 from dit_lora.families.refusals import image_frames_errors, is_named_distilled, side_errors
-from dit_lora.numerics.streams import DrawFunctions, move_to_device, normal
+from dit_lora.numerics.streams import DrawFunctions, draw_normal_noise, move_to_device
 
 MAX_TEXT_TOKENS = 512
 """Number of tokens that captions are truncated to, and padded to in the cache.
@@ -67,7 +67,7 @@ class ErnieImageInfo(CheckpointInfo):
 
     def recipe_notes(self, recipe: Recipe) -> list[str]:
         name = recipe.model.path
-        if self.from_scratch is not None or recipe.keeps_distillation or not is_named_distilled(name):
+        if self.from_scratch is not None or recipe.has_distillation_safeguard or not is_named_distilled(name):
             return []
         return [
             f"distilled: {name} is ERNIE-Image-Turbo by its name (no file of it says so): training it directly breaks "
@@ -137,9 +137,9 @@ class ErnieImageDenoiser(FlowDenoiser):
     info: ErnieImageInfo
     transformer_class: ClassVar[Any] = ErnieImageTransformer2DModel
 
-    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
+    def get_random_input_samplers(self, batch: TensorMap) -> DrawFunctions:
         patches = _patchify(torch.empty(batch["latent_mean"].shape, device="meta"))
-        return {**super().draw_functions(batch), "noise": partial(normal, patches.shape[1:])}
+        return {**super().get_random_input_samplers(batch), "noise": partial(draw_normal_noise, patches.shape[1:])}
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """ERNIE-Image's clean training patches, sampled from the posterior. The cached latents are normalized."""
@@ -156,7 +156,7 @@ class ErnieImageDenoiser(FlowDenoiser):
         The transformer gets the text's length of each sample, and masks its padding.
         """
         mask = batch["prompt_attention_mask"]
-        text, _ = cut_text(batch["prompt_embeds"], mask)
+        text, _ = trim_text_padding(batch["prompt_embeds"], mask)
         return transformer(
             hidden_states=noisy.to(text.dtype),
             # Rounded to the latents' dtype, as in the pipeline: in bf16 the network sees 8 bits of the timestep.

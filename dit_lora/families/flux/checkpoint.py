@@ -46,8 +46,8 @@ from dit_lora.families.latents import (
     append_references,
     compute_packed_loss_weights,
     compute_token_grid,
-    describe_packed_noise,
     encode_picture,
+    make_packed_noise_samplers,
     sample_posterior,
     shift_and_scale_latents,
 )
@@ -87,8 +87,8 @@ class FluxInfo(CheckpointInfo):
     def find_shape_errors(self, shape: VideoShape) -> list[str]:
         return [*side_errors(shape, self.size_multiple), *image_frames_errors(shape.frames, "FLUX")]
 
-    def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
-        info, guidance = super().with_recipe(recipe, training_options), recipe.train.guidance_scale
+    def copy_with_recipe_settings(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
+        info, guidance = super().copy_with_recipe_settings(recipe, training_options), recipe.train.guidance_scale
         # Without the option, the checkpoint's own value stays.
         if guidance is None:
             return info
@@ -103,16 +103,16 @@ class FluxInfo(CheckpointInfo):
         guidance = {} if self.guidance is None else {"guidance_scale": self.guidance}
         return super().training_metadata() | guidance
 
-    def with_training_metadata(self, metadata: Mapping[str, Any]) -> Self:
+    def copy_with_training_metadata(self, metadata: Mapping[str, Any]) -> Self:
         # Adapters that do not record it keep the checkpoint's value.
         guidance = metadata.get("guidance_scale", self.guidance)
-        return replace(super().with_training_metadata(metadata), guidance=guidance)
+        return replace(super().copy_with_training_metadata(metadata), guidance=guidance)
 
     def recipe_notes(self, recipe: Recipe) -> list[str]:
         # FLUX.1 checkpoints without a guidance embedding, such as schnell, are distilled.
         if self.guidance is not None:
             return [f"guidance: trained at an embedded guidance of {self.guidance:g}"]
-        if recipe.keeps_distillation:
+        if recipe.has_distillation_safeguard:
             return []
         return [
             f"distilled: {self.path.name} has no guidance embedding, like FLUX.1-schnell: training may lose sampling "
@@ -222,12 +222,12 @@ class FluxDenoiser(FlowDenoiser):
     info: FluxInfo
     transformer_class: ClassVar[Any] = FluxTransformer2DModel
 
-    def mu(self, size: torch.Size) -> float:
+    def compute_shift_mu(self, size: torch.Size) -> float:
         # Packing makes one token of 2 x 2 latents. Tokens of references do not count.
         return compute_mu(self.info.scheduler, size[-2] * size[-1] // PACK_SIZE**2)
 
-    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
-        return {**super().draw_functions(batch), **describe_packed_noise(batch["latent_mean"])}
+    def get_random_input_samplers(self, batch: TensorMap) -> DrawFunctions:
+        return {**super().get_random_input_samplers(batch), **make_packed_noise_samplers(batch["latent_mean"])}
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """FLUX.1's clean training latents: sampled from the posterior, normalized and packed, (B, S, P).
@@ -246,13 +246,13 @@ class FluxDenoiser(FlowDenoiser):
         """Predict the velocity of packed latents (B, S, P); equal to one call of the stock pipeline."""
         text = batch["prompt_embeds"]
         arguments = {
-            **get_common_arguments(noisy, timesteps, text, self.info.guidance),
+            **build_transformer_arguments(noisy, timesteps, text, self.info.guidance),
             "pooled_projections": batch["pooled_prompt_embeds"],
             # As in encode_prompt: zeros, in the dtype of the text.
             "txt_ids": torch.zeros(text.shape[1], 3, device=text.device, dtype=text.dtype),
             "img_ids": move_to_device(_compute_image_ids(batch["latent_mean"], text.dtype), text.device),
         }
-        arguments = self.conditioning.append_tokens(arguments, batch)
+        arguments = self.conditioning.append_conditioning_tokens(arguments, batch)
         # Keep the output for the noisy tokens only.
         return transformer(**arguments, return_dict=False)[0][:, : noisy.shape[1]]
 
@@ -261,7 +261,7 @@ class FluxDenoiser(FlowDenoiser):
 class KontextConditioning(Conditioning):
     """Conditioning on references whose tokens follow the noisy ones, clean and at the same timestep."""
 
-    def append_tokens(self, transformer_kwargs: dict[str, Any], batch: TensorMap) -> dict[str, Any]:
+    def append_conditioning_tokens(self, transformer_kwargs: dict[str, Any], batch: TensorMap) -> dict[str, Any]:
         # (S, 3), the same for every sample of the batch.
         image_ids = transformer_kwargs["img_ids"]
         for latents in get_reference_latents(batch):
@@ -307,7 +307,7 @@ def pack_latents(latents: torch.Tensor) -> torch.Tensor:
     return FluxPipeline._pack_latents(latents, batch, channels, height, width)
 
 
-def get_common_arguments(
+def build_transformer_arguments(
     noisy: torch.Tensor, timesteps: torch.Tensor, text: torch.Tensor, guidance: float | None
 ) -> dict[str, Any]:
     """Transformer arguments that FLUX.1 and FLUX.2 share."""

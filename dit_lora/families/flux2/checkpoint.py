@@ -36,14 +36,14 @@ from dit_lora.families.base import (
     TextLimit,
     VideoEncoder,
 )
-from dit_lora.families.captions import make_caption_encoder, measure_template_limit
+from dit_lora.families.captions import compute_caption_token_limit, make_caption_encoder
 from dit_lora.families.conditioning import Conditioning
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser, build_flow_matching, compute_mu
 from dit_lora.families.flux.checkpoint import (
     FluxInfo,
     FluxSampler,
-    get_common_arguments,
+    build_transformer_arguments,
     pack_latents,
     read_flux_checkpoint,
 )
@@ -53,7 +53,7 @@ from dit_lora.families.latents import (
     VaeMemory,
     append_references,
     compute_packed_loss_weights,
-    describe_packed_noise,
+    make_packed_noise_samplers,
 )
 from dit_lora.families.opening import get_call_default
 from dit_lora.families.references import (
@@ -84,14 +84,14 @@ class Flux2Info(FluxInfo):
         # Only model_index.json tells klein from dev, by the pipeline's class.
         return self.pipeline_class is Flux2KleinPipeline
 
-    def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
-        if self.is_distilled and not recipe.keeps_distillation:
+    def copy_with_recipe_settings(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
+        if self.is_distilled and not recipe.has_distillation_safeguard:
             raise DitLoraError(
                 f"{self.path.name} is step-distilled (is_distilled in its model_index.json), and training on it "
                 "undoes that; train its base, black-forest-labs/FLUX.2-klein-base-4B or -9B, whose adapter loads "
                 f"into both, and sample from this one with validation.model; or {KEEP_DISTILLATION}"
             )
-        return super().with_recipe(recipe, training_options)
+        return super().copy_with_recipe_settings(recipe, training_options)
 
     def recipe_notes(self, recipe: Recipe) -> list[str]:
         # FLUX.1's notes are not true of klein: its base has no guidance embedding either, but is not distilled.
@@ -152,7 +152,7 @@ class Flux2Encoders(Encoders):
 
     def load_text_limit(self) -> TextLimit:
         """Number of caption tokens that fit in the chat template of FLUX.2's text encoder."""
-        return measure_template_limit(self.info.pipeline_class, load_tokenizer(self.info), self.info.text_tokens)
+        return compute_caption_token_limit(self.info.pipeline_class, load_tokenizer(self.info), self.info.text_tokens)
 
     def text_cache_key(self) -> Mapping[str, Any]:
         return {
@@ -242,12 +242,12 @@ class Flux2Denoiser(FlowDenoiser):
     info: Flux2Info
     transformer_class: ClassVar[Any] = Flux2Transformer2DModel
 
-    def mu(self, size: torch.Size) -> float:
+    def compute_shift_mu(self, size: torch.Size) -> float:
         # Packing makes one token of 2 x 2 latents. Tokens of references do not count.
         return compute_mu(self.info.scheduler, size[-2] * size[-1] // PACK_SIZE**2)
 
-    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
-        return {**super().draw_functions(batch), **describe_packed_noise(batch["latent_mean"])}
+    def get_random_input_samplers(self, batch: TensorMap) -> DrawFunctions:
+        return {**super().get_random_input_samplers(batch), **make_packed_noise_samplers(batch["latent_mean"])}
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """FLUX.2's clean training latents, packed, (B, S, P). The cached ones are already normalized."""
@@ -265,11 +265,11 @@ class Flux2Denoiser(FlowDenoiser):
         # result is expanded over the batch, and memory that several rows share cannot be pinned.
         image_ids = Flux2Pipeline._prepare_latent_ids(batch["latent_mean"][..., ::2, ::2]).contiguous()
         arguments = {
-            **get_common_arguments(noisy, timesteps, text, self.info.guidance),
+            **build_transformer_arguments(noisy, timesteps, text, self.info.guidance),
             "txt_ids": move_to_device(Flux2Pipeline._prepare_text_ids(text), text.device),
             "img_ids": move_to_device(image_ids, text.device),
         }
-        arguments = self.conditioning.append_tokens(arguments, batch)
+        arguments = self.conditioning.append_conditioning_tokens(arguments, batch)
         # Keep the output for the noisy tokens only.
         return transformer(**arguments, return_dict=False)[0][:, : noisy.shape[1]]
 
@@ -278,7 +278,7 @@ class Flux2Denoiser(FlowDenoiser):
 class Flux2Conditioning(Conditioning):
     """Conditioning on any number of references, whose tokens follow the noisy ones, clean and at the same timestep."""
 
-    def append_tokens(self, transformer_kwargs: dict[str, Any], batch: TensorMap) -> dict[str, Any]:
+    def append_conditioning_tokens(self, transformer_kwargs: dict[str, Any], batch: TensorMap) -> dict[str, Any]:
         # The method takes the references of one sample and reads only their sizes.
         references = [latents[:1, :, ::2, ::2] for latents in get_reference_latents(batch)]
         if not references:

@@ -61,7 +61,7 @@ class HunyuanVideo15Info(CheckpointInfo):
 
     def recipe_notes(self, recipe: Recipe) -> list[str]:
         name = recipe.model.path
-        if recipe.keeps_distillation or not is_named_distilled(name, "distill"):
+        if recipe.has_distillation_safeguard or not is_named_distilled(name, "distill"):
             return []
         return [
             f"distilled: {name} is distilled by its name (no file of it says so): training it directly breaks "

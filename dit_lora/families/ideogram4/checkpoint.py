@@ -42,8 +42,8 @@ from dit_lora.families.latents import (
     PACK_SIZE,
     compute_packed_loss_weights,
     compute_token_grid,
-    describe_packed_noise,
     encode_picture,
+    make_packed_noise_samplers,
 )
 from dit_lora.families.opening import get_call_default, read_checkpoint
 from dit_lora.families.refusals import image_frames_errors, side_errors
@@ -66,13 +66,13 @@ class Ideogram4Info(CheckpointInfo):
     def find_shape_errors(self, shape: VideoShape) -> list[str]:
         return [*side_errors(shape, self.size_multiple), *image_frames_errors(shape.frames, "Ideogram 4")]
 
-    def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
+    def copy_with_recipe_settings(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
         if recipe.train.target == "guided":
             raise DitLoraError(
                 "train.target: guided: Ideogram 4's guidance compares with its unconditional transformer, which is "
                 "not loaded in training; remove it"
             )
-        return super().with_recipe(recipe, training_options)
+        return super().copy_with_recipe_settings(recipe, training_options)
 
     def recipe_notes(self, recipe: Recipe) -> list[str]:
         note = "data.caption_dropout: Ideogram 4 is never sampled with an empty caption; set it to 0"
@@ -126,12 +126,12 @@ class Ideogram4Denoiser(FlowDenoiser):
     info: Ideogram4Info
     transformer_class: ClassVar[Any] = Ideogram4Transformer2DModel
 
-    def mu(self, size: torch.Size) -> float:
+    def compute_shift_mu(self, size: torch.Size) -> float:
         height, width = (side * self.info.size_multiple // PACK_SIZE for side in size[-2:])
         return _resolution_aware_mu(height, width, base_mu=get_call_default(Ideogram4Pipeline, "mu"))
 
-    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
-        return {**super().draw_functions(batch), **describe_packed_noise(batch["latent_mean"])}
+    def get_random_input_samplers(self, batch: TensorMap) -> DrawFunctions:
+        return {**super().get_random_input_samplers(batch), **make_packed_noise_samplers(batch["latent_mean"])}
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Ideogram 4's clean latents, packed, (B, S, P). The cached ones are already normalized."""
@@ -219,7 +219,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     if scheduler["use_dynamic_shifting"]:
         raise DitLoraError(f"{model.path}: use_dynamic_shifting of its scheduler: Ideogram4Pipeline shifts by itself")
     info = Ideogram4Info(**fields)
-    # The pipeline's schedule, with which Diffusers' script trains: logit-normal, its mean moved by `mu`, which is the
+    # The pipeline's schedule, with which Diffusers' script trains: logit-normal, its mean moved by `compute_shift_mu`, which is the
     # logarithm of a shift.
     levels = NoiseLevelDistribution(std=get_call_default(Ideogram4Pipeline, "std"))
     return Checkpoint(

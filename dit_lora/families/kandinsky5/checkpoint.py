@@ -32,7 +32,12 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
 )
-from dit_lora.families.captions import load_text_limit, make_caption_encoder, note_missing_ftfy, unpad_captions
+from dit_lora.families.captions import (
+    list_missing_ftfy_warnings,
+    load_text_limit,
+    make_caption_encoder,
+    unpad_captions,
+)
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser, build_flow_matching, read_flow_scheduler
 from dit_lora.families.flux.checkpoint import TEXT_COMPONENTS
@@ -88,7 +93,7 @@ class Kandinsky5Info(CheckpointInfo):
     def recipe_notes(self, recipe: Recipe) -> list[str]:
         name = recipe.model.path
         matches = [word for word in _DISTILLED_WORDS if is_named_distilled(name, word)]
-        if self.from_scratch is not None or recipe.keeps_distillation or not matches:
+        if self.from_scratch is not None or recipe.has_distillation_safeguard or not matches:
             return []
         return [
             f"distilled: {name} is distilled by its name ({matches[0]}; no file of it says so): training it directly "
@@ -114,8 +119,8 @@ class Kandinsky5Encoders(Encoders):
         template = {"template": stock.prompt_template, "dropped": stock.prompt_template_encode_start_idx}
         return {**folders, **template, "tokens": self.info.text_tokens, "ftfy": is_ftfy_available()}
 
-    def note_captions(self, captions: Iterable[str]) -> list[str]:
-        return note_missing_ftfy(captions, "Kandinsky 5.0")
+    def list_caption_warnings(self, captions: Iterable[str]) -> list[str]:
+        return list_missing_ftfy_warnings(captions, "Kandinsky 5.0")
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
         config = self.info.transformer_config

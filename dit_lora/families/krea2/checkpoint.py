@@ -20,10 +20,15 @@ from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.base import Checkpoint, Sampler, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit
-from dit_lora.families.captions import cut_text, make_caption_encoder, measure_template_limit
+from dit_lora.families.captions import compute_caption_token_limit, make_caption_encoder, trim_text_padding
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser, build_flow_matching, compute_mu
-from dit_lora.families.latents import PACK_SIZE, compute_packed_loss_weights, compute_token_grid, describe_packed_noise
+from dit_lora.families.latents import (
+    PACK_SIZE,
+    compute_packed_loss_weights,
+    compute_token_grid,
+    make_packed_noise_samplers,
+)
 from dit_lora.families.qwen_latents import (
     QwenLatentsEncoders,
     QwenLatentsInfo,
@@ -46,15 +51,15 @@ class Krea2Info(QwenLatentsInfo):
     """Indices of the text encoder's hidden states that condition the transformer (0 is the embedding's output)."""
     pipeline_class: ClassVar[Any] = Krea2Pipeline
 
-    def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
+    def copy_with_recipe_settings(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
         # First: a distilled checkpoint is refused whatever else the recipe says.
-        if self.is_distilled and not recipe.keeps_distillation:
+        if self.is_distilled and not recipe.has_distillation_safeguard:
             raise DitLoraError(
                 f"{self.path.name} is step-distilled (is_distilled in its model_index.json), and training on it "
                 "undoes that; train krea/Krea-2-Raw, whose adapter loads into both, and sample from this one with "
                 f"validation.model; or {KEEP_DISTILLATION}"
             )
-        return super().with_recipe(recipe, training_options)
+        return super().copy_with_recipe_settings(recipe, training_options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +69,7 @@ class Krea2Encoders(QwenLatentsEncoders):
     def load_text_limit(self) -> TextLimit:
         # Load only the tokenizer: the text encoder has billions of weights.
         tokenizer = load_pretrained(AutoTokenizer, self.info.path / "tokenizer")
-        return measure_template_limit(Krea2Pipeline, tokenizer, self.info.text_tokens)
+        return compute_caption_token_limit(Krea2Pipeline, tokenizer, self.info.text_tokens)
 
     def text_cache_key(self) -> Mapping[str, Any]:
         return {
@@ -100,14 +105,14 @@ class Krea2Denoiser(FlowDenoiser):
     info: Krea2Info
     transformer_class: ClassVar[Any] = Krea2Transformer2DModel
 
-    def mu(self, size: torch.Size) -> float:
+    def compute_shift_mu(self, size: torch.Size) -> float:
         if self.info.is_distilled:
             return DISTILLED_MU
         # Packing makes one token of 2 x 2 latents.
         return compute_mu(self.info.scheduler, size[-2] * size[-1] // PACK_SIZE**2)
 
-    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
-        return {**super().draw_functions(batch), **describe_packed_noise(batch["latent_mean"])}
+    def get_random_input_samplers(self, batch: TensorMap) -> DrawFunctions:
+        return {**super().get_random_input_samplers(batch), **make_packed_noise_samplers(batch["latent_mean"])}
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Krea 2's clean training latents: sampled from the posterior, normalized and packed, (B, S, P).
@@ -126,7 +131,7 @@ class Krea2Denoiser(FlowDenoiser):
 
         The pipeline pads text to the maximum caption length; here it is cut to the longest caption of the batch.
         """
-        text, mask = cut_text(batch["prompt_embeds"], batch["prompt_embeds_mask"])
+        text, mask = trim_text_padding(batch["prompt_embeds"], batch["prompt_embeds_mask"])
         dtype, device, grid = text.dtype, text.device, compute_token_grid(batch["latent_mean"])
         return transformer(
             hidden_states=noisy.to(dtype),

@@ -28,7 +28,7 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
 )
-from dit_lora.families.captions import cut_text, load_text_limit, text_bias
+from dit_lora.families.captions import build_text_attention_bias, load_text_limit, trim_text_padding
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.noise_prediction import (
     FRAMES_TRANSFORM,
@@ -133,8 +133,8 @@ class LatteDenoiser(NoiseDenoiser):
         truncated to its longest caption, and an attention bias masks the padding of the others.
         """
         # Truncate to the longest caption of the batch; no mask is left if all have that length.
-        embeddings, mask = cut_text(batch["prompt_embeds"], batch["prompt_mask"])
-        bias = None if mask is None else text_bias(mask, embeddings)
+        embeddings, mask = trim_text_padding(batch["prompt_embeds"], batch["prompt_mask"])
+        bias = None if mask is None else build_text_attention_bias(mask, embeddings)
         if bias is not None:  # spatial blocks have one row per frame
             bias = bias.repeat_interleave(noisy_BCFHW.shape[2], dim=0)
         return transformer(

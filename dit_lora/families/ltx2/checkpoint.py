@@ -22,7 +22,12 @@ from dit_lora.families.ltx2.denoiser import LTX2Denoiser
 from dit_lora.families.ltx2.encoders import LTX2Encoders
 from dit_lora.families.ltx2.info import LTX2Info
 from dit_lora.families.ltx2.sampler import LTX2Sampler
-from dit_lora.families.opening import fill_defaults, read_checkpoint, read_component_config, require_complete_weights
+from dit_lora.families.opening import (
+    fill_config_defaults,
+    read_checkpoint,
+    read_component_config,
+    require_complete_weights,
+)
 from dit_lora.numerics.noise_levels import NoiseLevelDistribution
 
 # Tasks by the pipeline class in model_index.json. Any other class is text-to-video.
@@ -44,7 +49,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     )
     path = fields["path"]
     parts = {"connectors": LTX2TextConnectors, "audio_vae": AutoencoderKLLTX2Audio}
-    fields |= {name: fill_defaults(kind, read_component_config(path, name)) for name, kind in parts.items()}
+    fields |= {name: fill_config_defaults(kind, read_component_config(path, name)) for name, kind in parts.items()}
     _require_matching_components(model, fields)
     require_complete_weights(model, path, "vae", "audio_vae", "vocoder", "connectors", "text_encoder")
     scheduler = read_flow_scheduler(model, path)

@@ -38,17 +38,17 @@ def use_modality_timesteps(transformer: nn.Module) -> Iterator[None]:
     own_timesteps: dict[str, torch.Tensor] = {}
 
     def make_record_hook(embedding: str) -> Any:
-        def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        def record_timestep(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             # The first argument is the timesteps.
             own_timesteps[embedding] = args[0]
 
-        return hook
+        return record_timestep
 
     def make_replace_hook(embedding: str) -> Any:
-        def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        def replace_timestep(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             return (own_timesteps[embedding], *args[1:])
 
-        return hook
+        return replace_timestep
 
     handles = []
     for embedding, scale_shift in _SCALE_SHIFT_BY_EMBEDDING.items():

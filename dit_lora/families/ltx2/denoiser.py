@@ -20,13 +20,13 @@ from torch import nn
 
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import TensorMap
-from dit_lora.families.captions import cut_text
+from dit_lora.families.captions import trim_text_padding
 from dit_lora.families.flow_matching import FlowDenoiser, compute_mu
 from dit_lora.families.latents import compute_packed_loss_weights
 from dit_lora.families.ltx2.cross_timesteps import use_modality_timesteps
 from dit_lora.families.ltx2.info import LTX2Info
 from dit_lora.numerics.objectives import LossOutput, compute_mean_squared_error
-from dit_lora.numerics.streams import DrawFunctions, RandomStreams, move_to_device, normal
+from dit_lora.numerics.streams import DrawFunctions, RandomStreams, draw_normal_noise, move_to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class LTX2Denoiser(FlowDenoiser):
     info: LTX2Info
     transformer_class: ClassVar[Any] = LTX2VideoTransformer3DModel
 
-    def mu(self, size: torch.Size) -> float:
+    def compute_shift_mu(self, size: torch.Size) -> float:
         """Logarithm of LTX-2's noise-level shift.
 
         It is the scheduler's line through 1,024 and 4,096 tokens, extended on both sides.
@@ -45,7 +45,7 @@ class LTX2Denoiser(FlowDenoiser):
         """
         return compute_mu(self.info.scheduler, prod(size[1:]))
 
-    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
+    def get_random_input_samplers(self, batch: TensorMap) -> DrawFunctions:
         """Random tensors of a training step of LTX-2.
 
         They are those of flow matching, with noise for tokens (S, C), and those of sound if it is trained.
@@ -53,9 +53,9 @@ class LTX2Denoiser(FlowDenoiser):
         Sound has its own noise level, shifted by its own number of tokens, as in the vendor's trainer (flexible.py).
         """
         channels, *grid = batch["latent_mean"].shape[1:]
-        video = dict(super().draw_functions(batch))
+        video = dict(super().get_random_input_samplers(batch))
         # The latents are packed: a row of noise for each token.
-        video["noise"] = partial(normal, (prod(grid), channels))
+        video["noise"] = partial(draw_normal_noise, (prod(grid), channels))
         # Cached clips may have sound that this run does not train.
         if not self.info.has_sound:
             return video
@@ -65,14 +65,14 @@ class LTX2Denoiser(FlowDenoiser):
             )
         # (L, A), tokens and width of the sound.
         size = batch["audio_latent_mean"].shape[1:]
-        # `mu` counts the product of all sizes but the first, which here is the number of tokens.
+        # `compute_shift_mu` counts the product of all sizes but the first, which here is the number of tokens.
         shift = self.compute_shift(torch.Size([size[1], size[0]]))
         sound: DrawFunctions = {
-            "audio_noise": partial(normal, size),
-            "audio_timestep": lambda rows: self.objective.compute_sigmas(normal((), rows), shift),
+            "audio_noise": partial(draw_normal_noise, size),
+            "audio_timestep": lambda rows: self.objective.compute_sigmas(draw_normal_noise((), rows), shift),
         }
         # The conditioning's random tensors come last.
-        conditioning = {name: video.pop(name) for name in self.conditioning.draw_functions(batch)}
+        conditioning = {name: video.pop(name) for name in self.conditioning.get_random_input_samplers(batch)}
         return {**video, **sound, **conditioning}
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
@@ -82,7 +82,7 @@ class LTX2Denoiser(FlowDenoiser):
         """
         # (B, C, F, H, W) -> (B, S, C)
         packed = LTX2Pipeline._pack_latents(batch["latent_mean"].float())
-        return self.conditioning.replace_given_latents(packed, batch, random_tensors)
+        return self.conditioning.insert_clean_latents(packed, batch, random_tensors)
 
     def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
         """Loss weights from masks, packed like LTX-2's video latents, (B, S, C). Sound is never masked."""
@@ -99,9 +99,12 @@ class LTX2Denoiser(FlowDenoiser):
         if not self.info.has_sound:
             return super().losses(transformer, batch, streams)
         # With sound, this repeats the base class's steps for the video and adds those of the sound.
-        draws = streams.draw_tensors(self.draw_functions(batch), batch["latent_mean"].device)
+        draws = streams.draw_tensors(self.get_random_input_samplers(batch), batch["latent_mean"].device)
         objective, sigmas = self.objective, draws["timestep"]
-        clean, conditioning_mask = (self.clean_latents(batch, draws), self.conditioning.mask(batch, draws))
+        clean, conditioning_mask = (
+            self.clean_latents(batch, draws),
+            self.conditioning.compute_conditioning_mask(batch, draws),
+        )
         noisy = objective.add_noise(clean, draws["noise"], sigmas)
         if conditioning_mask is not None:
             noisy = torch.where(conditioning_mask > 0, clean, noisy)
@@ -126,7 +129,7 @@ class LTX2Denoiser(FlowDenoiser):
     ) -> torch.Tensor:
         """Predict the velocity of packed latents (B, S, C); equal to one call of the stock pipeline."""
         # Without random tensors, every sample keeps its image.
-        conditioned = self.conditioning.replace_given_latents(noisy, batch, {})
+        conditioned = self.conditioning.insert_clean_latents(noisy, batch, {})
         return self.predict_velocities(transformer, conditioned, timesteps, batch, {})[0]
 
     def predict_in_training(
@@ -154,8 +157,8 @@ class LTX2Denoiser(FlowDenoiser):
         one sound token, but the video does not attend to it, so its value does not change a bit of the video.
         """
         # Both texts have the same mask, so they are cut to the same length.
-        text, mask = cut_text(batch["prompt_embeds"], batch["prompt_attention_mask"])
-        audio_text, _ = cut_text(batch["audio_prompt_embeds"], batch["prompt_attention_mask"])
+        text, mask = trim_text_padding(batch["prompt_embeds"], batch["prompt_attention_mask"])
+        audio_text, _ = trim_text_padding(batch["audio_prompt_embeds"], batch["prompt_attention_mask"])
         frames, height, width = batch["latent_mean"].shape[2:]
         audio, audio_timesteps = batch.get("audio_noisy"), batch.get("audio_timestep")
         has_no_audio = audio is None
@@ -190,6 +193,6 @@ class LTX2Denoiser(FlowDenoiser):
         # Without sound there is no attention between the modalities.
         cross_timesteps = nullcontext() if has_no_audio else use_modality_timesteps(transformer)
         with cross_timesteps:
-            video, sound = transformer(**self.conditioning.append_tokens(call, batch))
+            video, sound = transformer(**self.conditioning.append_conditioning_tokens(call, batch))
         # Drop the output for tokens that the conditioning added.
         return video[:, : noisy.shape[1]], sound

@@ -59,10 +59,10 @@ class LTX2Encoders(Encoders):
         return {**super().text_cache_key(), "connectors": folder, "tokens": self.info.text_tokens}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
-        tokens, audio_width = self.info.text_tokens, self.info.text_width("audio")
+        tokens, audio_width = self.info.text_tokens, self.info.caption_tensor_width("audio")
         # The cache keeps the connectors' output, whose widths differ by modality.
         return {
-            "prompt_embeds": (torch.Size((tokens, self.info.text_width("video"))), dtype),
+            "prompt_embeds": (torch.Size((tokens, self.info.caption_tensor_width("video"))), dtype),
             "audio_prompt_embeds": (torch.Size((tokens, audio_width)), dtype),
             "prompt_attention_mask": (torch.Size((tokens,)), torch.int64),
         }

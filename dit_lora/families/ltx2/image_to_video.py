@@ -21,7 +21,7 @@ from PIL import Image
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.families.base import Checkpoint, TensorMap, Tensors, VideoEncoder
-from dit_lora.families.conditioning import FirstTokens
+from dit_lora.families.conditioning import FirstFrameTokenConditioning
 from dit_lora.families.latents import PLAIN_VAE, VaeMemory
 from dit_lora.families.ltx2.denoiser import LTX2Denoiser
 from dit_lora.families.ltx2.encoders import LTX2Encoders
@@ -39,7 +39,7 @@ class LTX2ImageInfo(LTX2Info):
     """Info (configs, supported shapes) of an LTX-2, LTX-2.3 or LTX-2.5 checkpoint for image-to-video."""
 
     pipeline_class: ClassVar[Any] = LTX2ImageToVideoPipeline
-    image_arguments: ClassVar[tuple[str, ...]] = ("image",)
+    image_argument_names: ClassVar[tuple[str, ...]] = ("image",)
     supported_options: ClassVar[tuple[str, ...]] = (
         *LTX2Info.supported_options,
         "data.image_column",
@@ -58,10 +58,10 @@ class LTX2ImageInfo(LTX2Info):
         step = self.transformer_config["vae_scale_factors"][0]
         return [*super().find_shape_errors(shape), *min_frames_errors(shape.frames, step)]
 
-    def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
-        info = super().with_recipe(recipe, training_options)
+    def copy_with_recipe_settings(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
+        info = super().copy_with_recipe_settings(recipe, training_options)
         # After the checks of all tasks, whose errors come first.
-        require_images(self.path.name, recipe.validation, self.image_arguments)
+        require_images(self.path.name, recipe.validation, self.image_argument_names)
         return info
 
 
@@ -141,7 +141,7 @@ def get_image_tokens(batch: TensorMap, random_tensors: TensorMap) -> torch.Tenso
 def compose_checkpoint(objective: FlowMatching, **facts: Any) -> Checkpoint:
     """Build an opened LTX-2 checkpoint for image-to-video."""
     info = LTX2ImageInfo(**facts)
-    conditioning = FirstTokens(image_latents=get_image_tokens)
+    conditioning = FirstFrameTokenConditioning(image_latents=get_image_tokens)
     return Checkpoint(
         info=info,
         encoders=LTX2ImageEncoders(info=info),

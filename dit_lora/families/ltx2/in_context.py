@@ -82,12 +82,12 @@ class LTX2InContextInfo(LTX2Info):
             f"{shape.width} x {shape.height}, whose sides must then be multiples of {step}"
         ]
 
-    def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
+    def copy_with_recipe_settings(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
         """Copy of the checkpoint's info with the recipe's settings.
 
         The shape is checked with `data.reference_resolution` applied.
         """
-        info = super().with_recipe(recipe, training_options)
+        info = super().copy_with_recipe_settings(recipe, training_options)
         # The base class checked it before `reference_resolution` was set, when the factor was still 1.
         shape = VideoShape.from_data(recipe.data)
         info.check_shape(shape)
@@ -150,7 +150,7 @@ class ReferenceTokens(Conditioning):
 
     transformer_config: Mapping[str, Any]
 
-    def append_tokens(self, transformer_kwargs: dict[str, Any], batch: TensorMap) -> dict[str, Any]:
+    def append_conditioning_tokens(self, transformer_kwargs: dict[str, Any], batch: TensorMap) -> dict[str, Any]:
         """LTX-2's transformer arguments with the reference's tokens after the video's, (B, S + R, C)."""
         latents, tokens, timesteps = (
             get_reference_latents(batch),
@@ -229,7 +229,7 @@ class _ClipEncoder:
             transformer_temporal_patch_size=1,
             _normalize_latents=pipeline._normalize_latents,
             _pack_latents=record_and_pack,
-            transformer=SimpleNamespace(rope=_NoPositions()),
+            transformer=SimpleNamespace(rope=_RopeStandIn()),
         )
         pipeline._encode_reference_conditions(
             pipeline_stub,
@@ -256,7 +256,7 @@ class _ClipSoundEncoder(_ClipEncoder):
         return self.audio_encoder(waveform, rate)
 
 
-class _NoPositions:
+class _RopeStandIn:
     """Stand-in for the transformer's RoPE while a reference is encoded.
 
     Its positions are empty because they are computed per batch.

@@ -71,7 +71,7 @@ class LTX2Info(CheckpointInfo):
         temporal = self.transformer_config["vae_scale_factors"][0]
         return [*side_errors(shape, self.size_multiple), *frame_count_errors(shape.frames, temporal)]
 
-    def text_width(self, modality: str) -> int:
+    def caption_tensor_width(self, modality: str) -> int:
         """Width of a caption's cached tensors for one modality, `video` or `audio`."""
         # The connectors' output has as many channels as their attention.
         heads, width = (
@@ -79,14 +79,14 @@ class LTX2Info(CheckpointInfo):
         )
         return int(heads * width)
 
-    def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
+    def copy_with_recipe_settings(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
         """Apply the recipe's frame rate, which sets positions, and its sound option.
 
         Raises `DitLoraError` for a distilled base model and for layers that would get no gradient.
         """
-        info = super().with_recipe(recipe, training_options)
+        info = super().copy_with_recipe_settings(recipe, training_options)
         data = recipe.data
-        if self.is_distilled and not recipe.keeps_distillation:
+        if self.is_distilled and not recipe.has_distillation_safeguard:
             raise DitLoraError(
                 f"{self.path.name} is step-distilled (its scheduler does not shift by size), and training on it "
                 "undoes that; train its base, whose adapter loads into both, and sample from this one with "
@@ -107,12 +107,12 @@ class LTX2Info(CheckpointInfo):
         # Recorded only where it is on: adapters from before the option have no entry.
         return super().training_metadata() | ({"sound": True} if self.has_sound else {})
 
-    def with_training_metadata(self, metadata: Mapping[str, Any]) -> Self:
+    def copy_with_training_metadata(self, metadata: Mapping[str, Any]) -> Self:
         # Frames per second are one of the common fields of the header.
         fps = metadata.get("video", {}).get("fps", self.fps)
         # Adapters from before the option have no entry.
         has_sound = metadata.get("sound", self.has_sound)
-        return replace(super().with_training_metadata(metadata), fps=fps, has_sound=has_sound)
+        return replace(super().copy_with_training_metadata(metadata), fps=fps, has_sound=has_sound)
 
     def recipe_notes(self, recipe: Recipe) -> list[str]:
         if self.has_sound:
@@ -127,7 +127,7 @@ class LTX2Info(CheckpointInfo):
         """
         return dict.fromkeys(self.pipeline_class._optional_components)
 
-    def index_changes(self) -> dict[str, Any]:
+    def model_index_changes(self) -> dict[str, Any]:
         """Change of model_index.json to the pipeline class that was trained.
 
         Empty unless the recipe chose another task than the checkpoint's.

@@ -51,7 +51,7 @@ class LTX2Sampler(Sampler):
 
     def generate(self, pipeline: Any, prompt_kwargs: Mapping[str, Any], sampling: Sampling) -> torch.Tensor:
         # Cached prompts are the connectors' output, which must not pass through them again.
-        with bypass_connectors(pipeline, prompt_kwargs, self.info.text_width("video")):
+        with bypass_connectors(pipeline, prompt_kwargs, self.info.caption_tensor_width("video")):
             return super().generate(pipeline, prompt_kwargs, sampling)
 
     def generate_with_sound(
@@ -67,6 +67,6 @@ class LTX2Sampler(Sampler):
             waveforms.extend(output.audio)
             return output
 
-        with bypass_connectors(pipeline, prompt_kwargs, self.info.text_width("video")):
+        with bypass_connectors(pipeline, prompt_kwargs, self.info.caption_tensor_width("video")):
             video = super().generate(call_pipeline, prompt_kwargs, sampling)
         return video, Sound(waveforms[0], pipeline.vocoder.config.output_sampling_rate)

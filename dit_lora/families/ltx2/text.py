@@ -60,14 +60,14 @@ def bypass_connectors(pipeline: Any, prompt_kwargs: Mapping[str, Any], video_wid
         yield
         return
     connectors = pipeline.connectors
-    pipeline.connectors = _SplitConnectors(video_width)
+    pipeline.connectors = _ConnectorsStandIn(video_width)
     try:
         yield
     finally:
         pipeline.connectors = connectors
 
 
-class _SplitConnectors:
+class _ConnectorsStandIn:
     """Stand-in for the connectors of LTX-2's pipeline. It splits prompts that `join_prompt_tensors` joined."""
 
     # Not an nn.Module: a pipeline asks its modules for their device.

@@ -18,7 +18,7 @@ from diffusers.video_processor import VideoProcessor
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.families.base import Checkpoint, TensorMap, Tensors, VideoEncoder
-from dit_lora.families.conditioning import FirstTokens
+from dit_lora.families.conditioning import FirstFrameTokenConditioning
 from dit_lora.families.latents import PLAIN_VAE, VaeMemory, sample_posterior
 from dit_lora.families.ltx_video.text_to_video import (
     LTXVideoDenoiser,
@@ -31,7 +31,7 @@ from dit_lora.families.ltx_video.text_to_video import (
 from dit_lora.families.pictures import require_images, to_pil_image
 from dit_lora.families.refusals import min_frames_errors
 from dit_lora.numerics.objectives import FlowMatching
-from dit_lora.numerics.streams import DrawFunctions, normal
+from dit_lora.numerics.streams import DrawFunctions, draw_normal_noise
 
 IMAGE_TRANSFORM = "ltx-video-i2v-1: the pipeline's preprocessing, posterior of one frame, fp32"
 
@@ -41,7 +41,7 @@ class LTXVideoImageInfo(LTXVideoInfo):
     """Info (configs, supported shapes) of an LTX-Video checkpoint for image-to-video."""
 
     pipeline_class: ClassVar[Any] = LTXImageToVideoPipeline
-    image_arguments: ClassVar[tuple[str, ...]] = ("image",)
+    image_argument_names: ClassVar[tuple[str, ...]] = ("image",)
     supported_options: ClassVar[tuple[str, ...]] = (
         *LTXVideoInfo.supported_options,
         "data.image_column",
@@ -52,10 +52,10 @@ class LTXVideoImageInfo(LTXVideoInfo):
         frame_problems = min_frames_errors(shape.frames, self.temporal_factor)
         return [*super().find_shape_errors(shape), *frame_problems]
 
-    def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
-        info = super().with_recipe(recipe, training_options)
+    def copy_with_recipe_settings(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
+        info = super().copy_with_recipe_settings(recipe, training_options)
         # After the checks of all tasks, whose errors come first.
-        require_images(self.path.name, recipe.validation, self.image_arguments)
+        require_images(self.path.name, recipe.validation, self.image_argument_names)
         return info
 
 
@@ -90,14 +90,14 @@ class LTXVideoImageEncoders(LTXVideoEncoders):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampledFirstTokens(FirstTokens):
+class SampledFirstTokens(FirstFrameTokenConditioning):
     """First-frame conditioning of packed latents, whose image latent is sampled from its posterior."""
 
-    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
+    def get_random_input_samplers(self, batch: TensorMap) -> DrawFunctions:
         # (C, 1, H, W)
-        picture: DrawFunctions = {"image_posterior": partial(normal, batch["image_latent_mean"].shape[1:])}
+        picture: DrawFunctions = {"image_posterior": partial(draw_normal_noise, batch["image_latent_mean"].shape[1:])}
         # The clip's posterior has a stream of its own, so both latents are independent.
-        return {**super().draw_functions(batch), **picture}
+        return {**super().get_random_input_samplers(batch), **picture}
 
 
 def get_image_tokens(batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:

@@ -39,7 +39,7 @@ from dit_lora.families.latents import (
 )
 from dit_lora.families.opening import get_call_default
 from dit_lora.families.refusals import frame_count_errors, side_errors
-from dit_lora.numerics.streams import DrawFunctions, move_to_device, normal
+from dit_lora.numerics.streams import DrawFunctions, draw_normal_noise, move_to_device
 
 PIPELINE_MULTIPLE = 32  # required by check_inputs of both pipelines, for any autoencoder
 # Recommended for decoders with a timestep (Diffusers' page on LTX-Video); the pipelines' defaults are 0.
@@ -95,18 +95,18 @@ class LTXVideoInfo(CheckpointInfo):
         """Number of tokens to which every caption is padded: the default of LTX-Video's pipeline."""
         return get_call_default(self.pipeline_class, "max_sequence_length")
 
-    def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
+    def copy_with_recipe_settings(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
         """Apply the recipe's frame rate. Raises `DitLoraError` for one-step samples whose timestep would be NaN."""
         # Check now: otherwise validation samples would fail in the middle of a run.
         require_min_steps(self.scheduler, recipe.validation.inference_steps, "validation.inference_steps")
-        return replace(super().with_recipe(recipe, training_options), fps=recipe.data.fps)
+        return replace(super().copy_with_recipe_settings(recipe, training_options), fps=recipe.data.fps)
 
-    def with_training_metadata(self, metadata: Mapping[str, Any]) -> Self:
+    def copy_with_training_metadata(self, metadata: Mapping[str, Any]) -> Self:
         # Frames per second are one of the common fields of the header.
         fps = metadata.get("video", {}).get("fps", self.fps)
-        return replace(super().with_training_metadata(metadata), fps=fps)
+        return replace(super().copy_with_training_metadata(metadata), fps=fps)
 
-    def index_changes(self) -> dict[str, Any]:
+    def model_index_changes(self) -> dict[str, Any]:
         """Pipeline class of LTX-Video for the task that is trained, which may differ from the checkpoint's."""
         return {"_class_name": self.pipeline_class.__name__} if self.has_task_override else {}
 
@@ -161,14 +161,17 @@ class LTXVideoDenoiser(FlowDenoiser):
     info: LTXVideoInfo
     transformer_class: ClassVar[Any] = LTXVideoTransformer3DModel
 
-    def mu(self, size: torch.Size) -> float:
+    def compute_shift_mu(self, size: torch.Size) -> float:
         # Every latent is one token.
         return compute_mu(self.info.scheduler, prod(size[1:]))
 
-    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
+    def get_random_input_samplers(self, batch: TensorMap) -> DrawFunctions:
         """Random tensors of a flow-matching step, with noise for packed latents (S, C)."""
         channels, *grid = batch["latent_mean"].shape[1:]
-        return {**super().draw_functions(batch), "noise": partial(normal, (prod(grid), channels))}
+        return {
+            **super().get_random_input_samplers(batch),
+            "noise": partial(draw_normal_noise, (prod(grid), channels)),
+        }
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """LTX-Video's clean training latents: sampled from the posterior, normalized and packed, (B, S, C).
@@ -178,7 +181,7 @@ class LTXVideoDenoiser(FlowDenoiser):
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         packed = pack_latents(normalize_latents(latents, batch, self.info.vae_config["scaling_factor"]))
         # For image-to-video, the image's tokens replace those of the first frame.
-        return self.conditioning.replace_given_latents(packed, batch, random_tensors)
+        return self.conditioning.insert_clean_latents(packed, batch, random_tensors)
 
     def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
         """Loss weights from masks, packed like LTX-Video's latents, (B, S, C); None without masks."""
@@ -189,7 +192,7 @@ class LTXVideoDenoiser(FlowDenoiser):
     ) -> torch.Tensor:
         """Predict the velocity of packed latents (B, S, C); equal to one call of the stock pipeline."""
         # Without random tensors, every sample keeps its image, at the posterior's mean.
-        conditioned = self.conditioning.replace_given_latents(noisy, batch, {})
+        conditioned = self.conditioning.insert_clean_latents(noisy, batch, {})
         return self.predict_in_training(transformer, conditioned, timesteps, batch, {})
 
     def predict_in_training(

@@ -16,9 +16,14 @@ from torch import nn
 from torch.nn import functional
 
 from dit_lora.families.base import Sampler, Sampling, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit
-from dit_lora.families.captions import cut_text, load_text_limit, make_caption_encoder
+from dit_lora.families.captions import load_text_limit, make_caption_encoder, trim_text_padding
 from dit_lora.families.flow_matching import FlowDenoiser, compute_mu, require_min_steps
-from dit_lora.families.latents import PACK_SIZE, compute_packed_loss_weights, compute_token_grid, describe_packed_noise
+from dit_lora.families.latents import (
+    PACK_SIZE,
+    compute_packed_loss_weights,
+    compute_token_grid,
+    make_packed_noise_samplers,
+)
 from dit_lora.families.opening import build_empty_pipeline
 from dit_lora.families.qwen_latents import QwenLatentsEncoders, QwenLatentsInfo, sample_normalized_latents
 from dit_lora.numerics.streams import DrawFunctions, move_to_device
@@ -64,7 +69,7 @@ class QwenImageDenoiser(FlowDenoiser):
     info: QwenLatentsInfo
     transformer_class: ClassVar[Any] = QwenImageTransformer2DModel
 
-    def mu(self, size: torch.Size) -> float:
+    def compute_shift_mu(self, size: torch.Size) -> float:
         # Packing makes one token of 2 x 2 latents. Tokens of references do not count.
         return compute_mu(self.info.scheduler, size[-2] * size[-1] // PACK_SIZE**2)
 
@@ -78,8 +83,8 @@ class QwenImageDenoiser(FlowDenoiser):
                 transformer.pos_embed = type(rope)(rope.theta, rope.axes_dim, rope.scale_rope)
         return transformer
 
-    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
-        return {**super().draw_functions(batch), **describe_packed_noise(batch["latent_mean"])}
+    def get_random_input_samplers(self, batch: TensorMap) -> DrawFunctions:
+        return {**super().get_random_input_samplers(batch), **make_packed_noise_samplers(batch["latent_mean"])}
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Qwen-Image's clean training latents: sampled from the posterior, normalized and packed, (B, S, P).
@@ -95,7 +100,7 @@ class QwenImageDenoiser(FlowDenoiser):
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
         """Predict the velocity of packed latents (B, S, P); equal to one call of the stock pipeline."""
-        text, mask = cut_text(batch["prompt_embeds"], batch["prompt_mask"])
+        text, mask = trim_text_padding(batch["prompt_embeds"], batch["prompt_mask"])
         arguments = {
             "hidden_states": noisy.to(text.dtype),  # the dtype of the pipeline's latents
             # Round before dividing, as the pipeline does: in bf16 the network sees 8 bits of the timestep.
@@ -106,7 +111,9 @@ class QwenImageDenoiser(FlowDenoiser):
             # One list of (frames, rows, columns) per sample: the noisy image comes first, then references.
             "img_shapes": [[(1, *compute_token_grid(batch["latent_mean"]))]] * len(noisy),
         }
-        prediction = transformer(**self.conditioning.append_tokens(arguments, batch), return_dict=False)[0]
+        prediction = transformer(**self.conditioning.append_conditioning_tokens(arguments, batch), return_dict=False)[
+            0
+        ]
         # Keep the output for the noisy tokens only.
         return prediction[:, : noisy.shape[1]]
 
@@ -168,7 +175,7 @@ def _embedding_kwargs(prefix: str, prompt: Tensors) -> dict[str, torch.Tensor]:
 
     Truncates them to the length that the pipeline itself uses for the prompts.
     """
-    embeddings, mask = cut_text(prompt["prompt_embeds"], prompt["prompt_mask"])
+    embeddings, mask = trim_text_padding(prompt["prompt_embeds"], prompt["prompt_mask"])
     if mask is None:  # the pipeline warns if the mask is missing
         mask = torch.ones(embeddings.shape[:2], dtype=torch.bool)
     return {f"{prefix}prompt_embeds": embeddings, f"{prefix}prompt_embeds_mask": mask.to(embeddings.device)}

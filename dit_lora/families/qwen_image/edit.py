@@ -91,7 +91,7 @@ class ReferenceConditioning(Conditioning):
     In 2511 they have timestep 0 (`zero_cond_t`), otherwise the same timestep.
     """
 
-    def append_tokens(self, transformer_kwargs: dict[str, Any], batch: TensorMap) -> dict[str, Any]:
+    def append_conditioning_tokens(self, transformer_kwargs: dict[str, Any], batch: TensorMap) -> dict[str, Any]:
         # (frames, rows, columns) of each reference: the transformer derives positions from them.
         shapes = [(1, *compute_token_grid(latents)) for latents in get_reference_latents(batch)]
         return transformer_kwargs | {

@@ -62,10 +62,12 @@ def max_image_tokens(image_processor: Any, area: int) -> int:
 
     All aspect ratios up to `MAX_RATIO` are considered.
     """
-    return max(count_image_tokens(image_processor, height, width) for height, width in _extreme_sizes(area))
+    return max(
+        count_image_tokens(image_processor, height, width) for height, width in _iterate_extreme_image_sizes(area)
+    )
 
 
-def _extreme_sizes(area: int) -> Iterable[tuple[int, int]]:
+def _iterate_extreme_image_sizes(area: int) -> Iterable[tuple[int, int]]:
     """Yield each width that images are scaled to with its largest height, and each height with its largest width."""
     side, stretch = math.sqrt(area) / _SIZE_STEP, math.sqrt(MAX_RATIO)
     # Sides in multiples of the step, from the narrowest to the widest image.

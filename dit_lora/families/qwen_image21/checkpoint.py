@@ -23,7 +23,7 @@ from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser, build_flow_matching, compute_mu
 from dit_lora.families.latents import PACK_SIZE, compute_packed_loss_weights, encode_video
 from dit_lora.families.qwen_image.checkpoint import QwenImageSampler, get_caption_spec, pad_caption
-from dit_lora.families.qwen_image21.known_layout import use_known_layout
+from dit_lora.families.qwen_image21.known_layout import use_shape_based_layout
 from dit_lora.families.qwen_image21.text import MAX_TEXT_TOKENS, load_processor, read_template
 from dit_lora.families.qwen_latents import (
     QwenLatentsEncoders,
@@ -31,7 +31,7 @@ from dit_lora.families.qwen_latents import (
     read_qwen_latents_checkpoint,
     sample_normalized_latents,
 )
-from dit_lora.numerics.streams import DrawFunctions, normal
+from dit_lora.numerics.streams import DrawFunctions, draw_normal_noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class QwenImage21Info(QwenLatentsInfo):
         return {"processor": load_processor(self.path)}
 
     def recipe_notes(self, recipe: Recipe) -> list[str]:
-        if self.from_scratch is not None or recipe.keeps_distillation or self.sample_sigmas is None:
+        if self.from_scratch is not None or recipe.has_distillation_safeguard or self.sample_sigmas is None:
             return []
         return [
             f"distilled: {recipe.model.path} is sampled in {len(self.sample_sigmas)} steps of its own, as Turbo is "
@@ -104,18 +104,21 @@ class QwenImage21Denoiser(FlowDenoiser):
     info: QwenImage21Info
     transformer_class: ClassVar[Any] = QwenImage21Transformer2DModel
 
-    def mu(self, size: torch.Size) -> float:
+    def compute_shift_mu(self, size: torch.Size) -> float:
         # One token per latent.
         return compute_mu(self.info.scheduler, size[-2] * size[-1])
 
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:
         transformer: Any = super().load_transformer(dtype)
-        use_known_layout(transformer)
+        use_shape_based_layout(transformer)
         return transformer  # type: ignore[no-any-return]
 
-    def draw_functions(self, batch: TensorMap) -> DrawFunctions:
+    def get_random_input_samplers(self, batch: TensorMap) -> DrawFunctions:
         _, channels, *_, height, width = batch["latent_mean"].shape
-        return {**super().draw_functions(batch), "noise": partial(normal, (height * width, channels))}
+        return {
+            **super().get_random_input_samplers(batch),
+            "noise": partial(draw_normal_noise, (height * width, channels)),
+        }
 
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
         """Clean training latents, sampled from the posterior and normalized, (B, S, C): the inverse of decoding."""

@@ -15,7 +15,7 @@ from diffusers import QwenImage21Transformer2DModel
 from dit_lora.numerics.streams import move_to_device
 
 
-def use_known_layout(transformer: Any) -> None:
+def use_shape_based_layout(transformer: Any) -> None:
     """Replace a transformer's forward by one that computes the same, bit for bit, from shapes.
 
     Calls with padding, reference images or the pipeline's key-value cache run Diffusers' forward.

@@ -38,10 +38,15 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
 )
-from dit_lora.families.captions import load_text_limit, make_caption_encoder, text_bias
+from dit_lora.families.captions import build_text_attention_bias, load_text_limit, make_caption_encoder
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser
-from dit_lora.families.opening import get_call_default, load_or_init, read_checkpoint, read_component_config
+from dit_lora.families.opening import (
+    get_call_default,
+    load_or_init_transformer,
+    read_checkpoint,
+    read_component_config,
+)
 from dit_lora.families.refusals import image_frames_errors, side_errors
 from dit_lora.families.sana.attention import keep_linear_attention_fp32
 from dit_lora.guard.stored_precision import read_stored_dtype
@@ -72,7 +77,7 @@ class SanaInfo(CheckpointInfo):
     def find_shape_errors(self, shape: VideoShape) -> list[str]:
         return [*side_errors(shape, self.size_multiple), *image_frames_errors(shape.frames, "Sana")]
 
-    def index_changes(self) -> dict[str, Any]:
+    def model_index_changes(self) -> dict[str, Any]:
         """Changes to model_index.json that record fp16 training.
 
         A fully trained model is stored in fp32 but still relies on fp16's range.
@@ -167,7 +172,7 @@ class SanaSampler(Sampler):
         """
         if transformer is None and self.info.should_saturate:
             # Weights that were trained in fp16 are always loaded, never random.
-            transformer = load_or_init(SanaTransformer2DModel, self.info.path, dtype, None)
+            transformer = load_or_init_transformer(SanaTransformer2DModel, self.info.path, dtype, None)
             keep_linear_attention_fp32(transformer, should_saturate=True)
         return super().pipeline(dtype, transformer, text)
 
@@ -194,7 +199,7 @@ def predict_velocity(
     return transformer(
         noisy.to(prompt_embeds.dtype),
         encoder_hidden_states=prompt_embeds,
-        encoder_attention_mask=text_bias(batch["prompt_attention_mask"], prompt_embeds),
+        encoder_attention_mask=build_text_attention_bias(batch["prompt_attention_mask"], prompt_embeds),
         timestep=timesteps * info.transformer_config.get("timestep_scale", 1.0),
         return_dict=False,
     )[0]

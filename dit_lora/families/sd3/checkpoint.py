@@ -137,10 +137,10 @@ class SD3Denoiser(FlowDenoiser):
     info: SD3Info
     transformer_class: ClassVar[Any] = SD3Transformer2DModel
 
-    def mu(self, size: torch.Size) -> float:
+    def compute_shift_mu(self, size: torch.Size) -> float:
         # The published schedulers have one shift; for others, the pipeline computes it from the number of patches.
         if not self.info.scheduler["use_dynamic_shifting"]:
-            return super().mu(size)
+            return super().compute_shift_mu(size)
         # Every patch is one token.
         num_patches = size[-2] * size[-1] // self.info.transformer_config["patch_size"] ** 2
         return compute_mu(self.info.scheduler, num_patches)

@@ -38,8 +38,8 @@ from dit_lora.families.noise_prediction import (
     has_variance_channels,
     read_noise_objective,
 )
-from dit_lora.families.opening import load_or_init, read_checkpoint, require_complete_weights
-from dit_lora.families.refusals import multiple_errors
+from dit_lora.families.opening import load_or_init_transformer, read_checkpoint, require_complete_weights
+from dit_lora.families.refusals import size_multiple_errors
 from dit_lora.models.video_dit import VideoDiTTransformer3DModel
 from dit_lora.models.video_dit_pipeline import VideoDiTPipeline
 
@@ -49,7 +49,7 @@ class VideoClassTable(ClassTable):
     """Class table of a video DiT, whose last row is the null class."""
 
     @property
-    def null_row(self) -> int:
+    def null_label_row(self) -> int:
         return self.count
 
 
@@ -65,7 +65,7 @@ def find_patch_size_errors(info: CheckpointInfo, shape: VideoShape) -> list[str]
     """
     # Positions are computed for any size, so only whole patches matter.
     frame_step, step = info.transformer_config["patch_size_t"], info.size_multiple
-    return multiple_errors(
+    return size_multiple_errors(
         {"frames": (shape.frames, frame_step), "height": (shape.height, step), "width": (shape.width, step)}
     )
 
@@ -196,7 +196,7 @@ class ClassVideoDiTSampler(Sampler):
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         """Pipeline arguments for a prompt: its rows of the label table. The pipeline adds the null class itself."""
         if isinstance(prompt, str):
-            return {"class_labels": torch.tensor([self.info.get_row(prompt)])}
+            return {"class_labels": torch.tensor([self.info.get_label_row(prompt)])}
         return {"class_labels": prompt["class_labels"]}
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
@@ -207,13 +207,13 @@ def load_transformer(info: CheckpointInfo, dtype: torch.dtype) -> nn.Module:
     """Load a video DiT, with rows for the classes that are trained if it is conditioned on classes."""
     if isinstance(info, ClassVideoDiTInfo):
         return info.load_transformer(VideoDiTTransformer3DModel, dtype, grow_label_table)
-    return load_or_init(VideoDiTTransformer3DModel, info.path, dtype, info.from_scratch, info.part)
+    return load_or_init_transformer(VideoDiTTransformer3DModel, info.path, dtype, info.from_scratch, info.part)
 
 
 def grow_label_table(transformer: Any, classes: ClassTable, old_classes: ClassTable) -> None:
     """Extend the label table, (classes + 1, width), and the config to these classes."""
     # Old classes keep their rows; new ones start as copies of the null class.
-    weight = classes.grow_weight(transformer.class_embed.weight.data, old_classes)
+    weight = classes.expand_label_weight(transformer.class_embed.weight.data, old_classes)
     transformer.class_embed = nn.Embedding.from_pretrained(weight, freeze=True)
     transformer.register_to_config(num_classes=classes.count)
 

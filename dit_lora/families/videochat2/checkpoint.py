@@ -40,9 +40,9 @@ class VideoChat2Checkpoint(ChatCheckpoint):
 
     def apply_recipe(self, recipe: Recipe) -> Self:
         refuse_diffusion_options(recipe, supported_options=("chat.tiles",))
-        return self.with_vision_settings(VisionSettings.from_recipe(recipe))
+        return self.copy_with_vision_settings(VisionSettings.from_recipe(recipe))
 
-    def with_vision_settings(self, vision_settings: VisionSettings) -> Self:
+    def copy_with_vision_settings(self, vision_settings: VisionSettings) -> Self:
         size = self.config.vision_config["image_size"]
         if (vision_settings.height, vision_settings.width) != (size, size):
             raise DitLoraError(
@@ -79,7 +79,7 @@ class VideoChat2Checkpoint(ChatCheckpoint):
         )
         return VideoShape(frames, rows * self.vision_settings.height, columns * self.vision_settings.width)
 
-    def render(
+    def tokenize_conversation(
         self,
         conversation: Conversation,
         shape: VideoShape | None,
@@ -107,7 +107,7 @@ class VideoChat2Checkpoint(ChatCheckpoint):
         ids = self.qformer_tokenizer(text, truncation=True, max_length=_MAX_INSTRUCTION_TOKENS).input_ids
         return replace(rendered, instruction=tuple(ids))
 
-    def inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def build_model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         inputs = {"input_ids": batch["input_ids"]}
         if "pixels" in batch:
             pixels = batch["pixels"]
@@ -161,4 +161,4 @@ def open_checkpoint(model: ModelConfig) -> VideoChat2Checkpoint:
         tokenizer=load_tokenizer(path),
         qformer_tokenizer=load_pretrained(AutoTokenizer, path / "qformer_tokenizer"),
         vision_settings=viewing,
-    ).with_vision_settings(viewing)
+    ).copy_with_vision_settings(viewing)

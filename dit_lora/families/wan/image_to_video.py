@@ -23,7 +23,7 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.families.base import Checkpoint, TensorMap, Tensors, VideoEncoder
-from dit_lora.families.conditioning import Conditioning, FirstFrame
+from dit_lora.families.conditioning import Conditioning, FirstFrameConditioning
 from dit_lora.families.latents import PLAIN_VAE, VaeMemory
 from dit_lora.families.pictures import require_images, to_pil_image
 from dit_lora.families.refusals import min_frames_errors
@@ -55,7 +55,7 @@ class WanImageInfo(WanInfo):
     )
 
     @property
-    def image_arguments(self) -> tuple[str, ...]:
+    def image_argument_names(self) -> tuple[str, ...]:
         return ("image", "last_image") if self.has_last_image else ("image",)
 
     @property
@@ -72,18 +72,18 @@ class WanImageInfo(WanInfo):
         problems = super().find_shape_errors(shape)
         return [*problems, *min_frames_errors(shape.frames, self.vae_config["scale_factor_temporal"])]
 
-    def with_recipe(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
+    def copy_with_recipe_settings(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
         """Apply the recipe's settings.
 
         Raises `DitLoraError` if prompts lack images, or FLF2V has separate first images (`data.image_column`).
         """
-        info, problems = super().with_recipe(recipe, training_options), []
+        info, problems = super().copy_with_recipe_settings(recipe, training_options), []
         # A separate first image would not belong to the clip's last frame.
         if self.has_last_image and any(source.image_column for source in recipe.data.all_sources):
             problems.append(
                 "data.image_column does not apply: this model uses the first and last frame of each clip; remove it"
             )
-        require_images(self.path.name, recipe.validation, self.image_arguments, problems)
+        require_images(self.path.name, recipe.validation, self.image_argument_names, problems)
         return info
 
 
@@ -172,7 +172,7 @@ class WanImageEncoders(WanEncoders):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConditionChannels(Conditioning):
+class MaskAndImageConditioning(Conditioning):
     """Conditioning that appends mask and image condition to the noisy latents as further channels."""
 
     def append_channels(self, latents: torch.Tensor, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
@@ -201,7 +201,9 @@ def compose_checkpoint(objective: FlowMatching, **facts: Any) -> Checkpoint:
     """Build an opened Wan checkpoint for image-to-video."""
     info = WanImageInfo(**facts)
     # TI2V-5B is given the image as a clean frame, the others as channels.
-    conditioning = FirstFrame(image_latents=get_image_latents) if info.has_token_mask else ConditionChannels()
+    conditioning = (
+        FirstFrameConditioning(image_latents=get_image_latents) if info.has_token_mask else MaskAndImageConditioning()
+    )
     return Checkpoint(
         info=info,
         encoders=WanImageEncoders(info=info),

@@ -28,7 +28,7 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
 )
-from dit_lora.families.captions import load_text_limit, make_padded_encoder, note_missing_ftfy
+from dit_lora.families.captions import list_missing_ftfy_warnings, load_text_limit, make_padded_encoder
 from dit_lora.families.flow_matching import FlowDenoiser
 from dit_lora.families.latents import (
     encode_video,
@@ -99,7 +99,7 @@ class WanInfo(CheckpointInfo):
         """
         return get_call_default(self.pipeline_class, "max_sequence_length")
 
-    def index_changes(self) -> dict[str, Any]:
+    def model_index_changes(self) -> dict[str, Any]:
         """Pipeline class of Wan for the task that is trained, which may differ from the checkpoint's."""
         return {"_class_name": self.pipeline_class.__name__} if self.has_task_override else {}
 
@@ -120,8 +120,8 @@ class WanEncoders(Encoders):
         # (prompt_clean).
         return {**super().text_cache_key(), "tokens": self.info.text_tokens, "ftfy": is_ftfy_available()}
 
-    def note_captions(self, captions: Iterable[str]) -> list[str]:
-        return note_missing_ftfy(captions, "Wan")
+    def list_caption_warnings(self, captions: Iterable[str]) -> list[str]:
+        return list_missing_ftfy_warnings(captions, "Wan")
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
         size = (self.info.text_tokens, self.info.transformer_config["text_dim"])
@@ -157,7 +157,7 @@ class WanDenoiser(FlowDenoiser):
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         normalized = normalize_latents(latents, self.info.vae_config)
         # TI2V-5B with an image: its latent replaces the first frame.
-        return self.conditioning.replace_given_latents(normalized, batch, random_tensors)
+        return self.conditioning.insert_clean_latents(normalized, batch, random_tensors)
 
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
@@ -168,7 +168,7 @@ class WanDenoiser(FlowDenoiser):
         the same result without computing the modulation of every token.
         """
         # Without random tensors, every sample keeps its image.
-        conditioned = self.conditioning.replace_given_latents(noisy, batch, {})
+        conditioned = self.conditioning.insert_clean_latents(noisy, batch, {})
         return self.predict_in_training(transformer, conditioned, timesteps, batch, {})
 
     def predict_in_training(

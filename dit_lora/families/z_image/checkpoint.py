@@ -30,7 +30,7 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
 )
-from dit_lora.families.captions import make_unpadded_encoder, measure_template_limit, unpad_captions
+from dit_lora.families.captions import compute_caption_token_limit, make_unpadded_encoder, unpad_captions
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser, read_flow_scheduler
 from dit_lora.families.latents import (
@@ -87,8 +87,8 @@ class ZImageInfo(CheckpointInfo):
 
     def recipe_notes(self, recipe: Recipe) -> list[str]:
         name = recipe.model.path
-        turbo_sign = None if self.from_scratch is not None else find_turbo_sign(name, self.scheduler_shift)
-        if turbo_sign is None or recipe.keeps_distillation:
+        turbo_sign = None if self.from_scratch is not None else find_turbo_reason(name, self.scheduler_shift)
+        if turbo_sign is None or recipe.has_distillation_safeguard:
             return []
         return [
             f"distilled: {name} may be Z-Image-Turbo, by {turbo_sign} (no file of it says so): training it "
@@ -117,7 +117,7 @@ class ZImageEncoders(Encoders):
         from transformers import AutoTokenizer
 
         tokenizer = load_pretrained(AutoTokenizer, self.info.path / "tokenizer")
-        return measure_template_limit(
+        return compute_caption_token_limit(
             self.info.pipeline_class, tokenizer, self.info.text_tokens, do_classifier_free_guidance=False
         )
 
@@ -207,7 +207,7 @@ def _unpad_arguments(text: Tensors) -> dict[str, torch.Tensor]:
     return {"embeddings": text["prompt_embeds"], "mask": text["prompt_attention_mask"]}
 
 
-def find_turbo_sign(name: str, shift: float) -> str | None:
+def find_turbo_reason(name: str, shift: float) -> str | None:
     """Reason to assume that a Z-Image checkpoint is Turbo: its folder or Hub name, or its scheduler's shift.
 
     Else None.

@@ -43,9 +43,9 @@ class AcrossHeadsProcessor(FusedProcessor, ABC):
         """Norm and rotate q or k (B, S, D), and split it into heads (B, S, H, D / H)."""
         if self.fusion.is_on("qk_norm_rope"):
             # Heads are a view of the width: the kernel's means run over all heads of a token.
-            tables = None if rotary is None else self.convert_tables(*rotary)
+            tables = None if rotary is None else self.convert_rotary_tables(*rotary)
             heads = query_or_key.unflatten(2, (attn.heads, -1))
-            rotation = self.get_rotation(attn)
+            rotation = self.get_rotation_layout(attn)
             return self.norm_and_rotate(heads, norm, tables, "rms", across_heads=True, rotation=rotation)
         # Off: the module norms the whole width, and the model's own code rotates.
         normed = norm(query_or_key)
@@ -53,12 +53,12 @@ class AcrossHeadsProcessor(FusedProcessor, ABC):
             normed = self.rotate(attn, normed, rotary)
         return normed.unflatten(2, (attn.heads, -1))
 
-    def get_rotation(self, attn: Any) -> str:
+    def get_rotation_layout(self, attn: Any) -> str:
         """Which elements of a head form a rotated pair, as `qk_norm_rope` names it."""
         return "interleaved"
 
     @abstractmethod
-    def convert_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTables:
+    def convert_rotary_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTables:
         """Convert the model's rotary tables to the form that the kernel `qk_norm_rope` takes."""
 
     @abstractmethod

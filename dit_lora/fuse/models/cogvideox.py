@@ -12,8 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from diffusers.models.attention_processor import Attention
 
-from dit_lora.fuse.attention import FusedProcessor, Recomputable, RotaryTables, attend, project_output, reshape_mask
-from dit_lora.fuse.lora import project
+from dit_lora.fuse.attention import (
+    FusedProcessor,
+    RecomputableTensor,
+    RotaryTables,
+    attend,
+    project_output,
+    reshape_mask,
+)
+from dit_lora.fuse.lora import project_linear_layers
 from dit_lora.fuse.models.streams import recompute_norm
 from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op
 from dit_lora_kernels.ada_norm import AdaNormInputs, joint_ada_norm
@@ -37,7 +44,7 @@ def block_forward(
     if isinstance(block.attn1.processor, CogVideoXProcessor):
         # The norm's backward keeps its input: its output need not be kept for the adapters.
         recompute = partial(recompute_norm, _normalize_streams, block.norm1, streams)
-        extra["joint_hidden_states"] = Recomputable(joint, recompute)
+        extra["joint_hidden_states"] = RecomputableTensor(joint, recompute)
     attended, attended_text = block.attn1(
         hidden_states=joint[:, text:],
         encoder_hidden_states=joint[:, :text],
@@ -94,7 +101,7 @@ class CogVideoXProcessor(FusedProcessor):
     """`CogVideoXAttnProcessor2_0` without copies: takes the joint buffer; norms and rotates q and k in one pass."""
 
     @property
-    def should_use_stock(self) -> bool:
+    def should_use_stock_processor(self) -> bool:
         """True if the stock processor must run: attention is off and there is no context parallelism.
 
         Under context parallelism the fused processor always runs, because the stock one would only attend to this
@@ -111,19 +118,19 @@ class CogVideoXProcessor(FusedProcessor):
         encoder_hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: RotaryTables | None = None,
-        joint_hidden_states: Recomputable | None = None,
+        joint_hidden_states: RecomputableTensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.should_use_stock:
+        if self.should_use_stock_processor:
             return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         text, projections = encoder_hidden_states.shape[1], (attn.to_q, attn.to_k, attn.to_v)
         # Our block's forward passes the buffer that both arguments are views of; the stock forward has none.
         if joint_hidden_states is None:
             joint = torch.cat([encoder_hidden_states, hidden_states], dim=1)
-            projected = project(projections, joint)
+            projected = project_linear_layers(projections, joint)
         else:
             joint = joint_hidden_states.tensor
-            with joint_hidden_states.skip_saving():
-                projected = project(projections, joint)
+            with joint_hidden_states.skip_saving_activation():
+                projected = project_linear_layers(projections, joint)
         # (B, T + V, D) to (B, T + V, H, D / H).
         query, key, value = (tensor.unflatten(-1, (attn.heads, -1)) for tensor in projected)
         # Text comes first and has no positions: rotation starts after it.

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from dit_lora.fuse.attention import Recomputable, RotaryTables, attend, project_output
+from dit_lora.fuse.attention import RecomputableTensor, RotaryTables, attend, project_output
 from dit_lora.fuse.models.two_streams import (
     TwoStreamProcessor,
+    add_attention_and_feed_forward,
     build_recompute_kwargs,
-    enter_block,
-    enter_joint_block,
     find_attention_problem,
     join_heads,
-    leave_block,
+    norm_joint_streams,
+    norm_stream_for_attention,
     require_plain_norms,
     split_recomputable,
 )
@@ -35,8 +35,8 @@ def block_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Forward of `FluxTransformerBlock`: text (B, T, D) and image (B, I, D) after attention and feed-forward."""
     # Each stream is normed into a separate buffer, because their projections have separate weights.
-    image, x, modulation = enter_block(block.norm1, hidden_states, temb)
-    text, context, text_modulation = enter_block(block.norm1_context, encoder_hidden_states, temb)
+    image, x, modulation = norm_stream_for_attention(block.norm1, hidden_states, temb)
+    text, context, text_modulation = norm_stream_for_attention(block.norm1_context, encoder_hidden_states, temb)
     attended, attended_text, *image_prompt = block.attn(
         hidden_states=image.tensor,
         encoder_hidden_states=text.tensor,
@@ -44,11 +44,13 @@ def block_forward(
         **(joint_attention_kwargs or {}),
         **build_recompute_kwargs(block.attn, image, text),
     )
-    x = leave_block(block.norm2, block.ff, x, attended, modulation)
+    x = add_attention_and_feed_forward(block.norm2, block.ff, x, attended, modulation)
     # IP-adapter processors return what their image adds as a third output.
     for prompted in image_prompt:
         x = x + prompted
-    context = leave_block(block.norm2_context, block.ff_context, context, attended_text, text_modulation)
+    context = add_attention_and_feed_forward(
+        block.norm2_context, block.ff_context, context, attended_text, text_modulation
+    )
     return clip_to_fp16_range(context), x
 
 
@@ -62,14 +64,14 @@ def single_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Forward of `FluxSingleTransformerBlock`: text (B, T, D) and image (B, I, D) after attention and feed-forward."""
     # The stock block joins the streams by a copy; here the norm writes them into one buffer.
-    joined = enter_joint_block(block, encoder_hidden_states, hidden_states, temb)
+    joined = norm_joint_streams(block, encoder_hidden_states, hidden_states, temb)
     attended = block.attn(
         hidden_states=joined.normed.tensor,
         image_rotary_emb=image_rotary_emb,
         **(joint_attention_kwargs or {}),
         **build_recompute_kwargs(block.attn, joined.normed),
     )
-    context, x = joined.leave_block(block, attended)
+    context, x = joined.add_attention_and_feed_forward(block, attended)
     return clip_to_fp16_range(context), clip_to_fp16_range(x)
 
 
@@ -93,28 +95,28 @@ class FluxProcessor(TwoStreamProcessor):
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: RotaryTables | None = None,
-        recomputable: tuple[Recomputable, ...] = (),
+        recomputable: tuple[RecomputableTensor, ...] = (),
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         # A layer with text projections needs separate text; without them, text is already joined to the image.
         joint = attn.added_kv_proj_dim is not None
         matching = joint is (encoder_hidden_states is not None)
-        if self.should_use_stock or attn.fused_projections or not matching:
+        if self.should_use_stock_processor or attn.fused_projections or not matching:
             return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         text = 0 if encoder_hidden_states is None else encoder_hidden_states.shape[1]
         image_recomputable, text_recomputable = split_recomputable(recomputable)
-        image_rows = _select_rows(image_rotary_emb, slice(text, None), hidden_states)
+        image_rows = _select_rotary_rows(image_rotary_emb, slice(text, None), hidden_states)
         heads = self.compute_image_heads(attn, hidden_states, image_rows, image_recomputable)
         # A single-stream block projects attention's output itself, together with the feed-forward's hidden values.
         if encoder_hidden_states is None:
             return attend(*heads, attention_mask, self.backend).flatten(2)
-        text_rows = _select_rows(image_rotary_emb, slice(text), hidden_states)
+        text_rows = _select_rotary_rows(image_rotary_emb, slice(text), hidden_states)
         text_heads = self.compute_text_heads(attn, encoder_hidden_states, text_rows, text_recomputable)
         joint_heads = join_heads(text_heads, heads)
         attended = attend(*joint_heads, attention_mask, self.backend).flatten(2)
         return project_output(attn, attended[:, text:]), attn.to_add_out(attended[:, :text])
 
 
-def _select_rows(rotary: RotaryTables | None, tokens: slice, like: torch.Tensor) -> RotaryTables | None:
+def _select_rotary_rows(rotary: RotaryTables | None, tokens: slice, like: torch.Tensor) -> RotaryTables | None:
     """Rows (., D / H) of the rotary tables for these tokens, on the device of `like`; None without tables."""
     if rotary is None:
         return None

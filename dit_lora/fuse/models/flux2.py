@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from dit_lora.fuse.attention import Recomputable, RotaryTables, attend
+from dit_lora.fuse.attention import RecomputableTensor, RotaryTables, attend
 from dit_lora.fuse.models.flux import FluxProcessor, clip_to_fp16_range
-from dit_lora.fuse.models.swiglu import recompute_hidden
+from dit_lora.fuse.models.swiglu import recompute_gated_hidden
 from dit_lora.fuse.models.two_streams import (
     Modulation,
     TwoStreamProcessor,
+    add_attention_and_feed_forward,
     build_recompute_kwargs,
-    enter_modulated_block,
     find_attention_problem,
-    leave_block,
     modulate,
+    norm_modulated_stream,
     require_plain_norms,
 )
 from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_class_name, get_qk_op
@@ -59,8 +59,8 @@ def block_forward(
     # (B, 6 D) to six tables (B, D).
     modulation = Modulation(*temb_mod_img.chunk(6, dim=1))
     text_modulation = Modulation(*temb_mod_txt.chunk(6, dim=1))
-    image, x = enter_modulated_block(block.norm1, hidden_states, modulation)
-    text, context = enter_modulated_block(block.norm1_context, encoder_hidden_states, text_modulation)
+    image, x = norm_modulated_stream(block.norm1, hidden_states, modulation)
+    text, context = norm_modulated_stream(block.norm1_context, encoder_hidden_states, text_modulation)
     attended, attended_text = block.attn(
         hidden_states=image.tensor,
         encoder_hidden_states=text.tensor,
@@ -68,8 +68,10 @@ def block_forward(
         **(joint_attention_kwargs or {}),
         **build_recompute_kwargs(block.attn, image, text),
     )
-    x = leave_block(block.norm2, block.ff, x, attended, modulation)
-    context = leave_block(block.norm2_context, block.ff_context, context, attended_text, text_modulation)
+    x = add_attention_and_feed_forward(block.norm2, block.ff, x, attended, modulation)
+    context = add_attention_and_feed_forward(
+        block.norm2_context, block.ff_context, context, attended_text, text_modulation
+    )
     return clip_to_fp16_range(context), x
 
 
@@ -112,8 +114,8 @@ def swiglu_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     """Forward of `Flux2SwiGLU`: silu(first half) * second half."""
     # One split: its backward writes the joint gradient once. Two slices would write one each and add them.
     gate, linear = x.chunk(2, dim=-1)
-    activated = Recomputable(module.gate_fn(gate), partial(functional.silu, gate))
-    with activated.skip_saving():
+    activated = RecomputableTensor(module.gate_fn(gate), partial(functional.silu, gate))
+    with activated.skip_saving_activation():
         return activated.tensor * linear
 
 
@@ -126,11 +128,11 @@ class Flux2SingleProcessor(TwoStreamProcessor):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: RotaryTables | None = None,
-        recomputable: tuple[Recomputable, ...] = (),
+        recomputable: tuple[RecomputableTensor, ...] = (),
     ) -> torch.Tensor:
-        if self.should_use_stock:
+        if self.should_use_stock_processor:
             return self.stock(attn, hidden_states, attention_mask, image_rotary_emb)
-        with recomputable[0].skip_saving() if recomputable else nullcontext():
+        with recomputable[0].skip_saving_activation() if recomputable else nullcontext():
             projected = attn.to_qkv_mlp_proj(hidden_states)
         # One split: its backward writes the joint gradient once.
         inner = attn.inner_dim
@@ -143,11 +145,11 @@ class Flux2SingleProcessor(TwoStreamProcessor):
         attended = attend(query, key, value, attention_mask, self.backend).flatten(2)
 
         def recompute_joint() -> torch.Tensor:
-            return torch.cat([attended, recompute_hidden(*hidden.chunk(2, dim=-1))], dim=-1)
+            return torch.cat([attended, recompute_gated_hidden(*hidden.chunk(2, dim=-1))], dim=-1)
 
-        joint = Recomputable(torch.cat([attended, attn.mlp_act_fn(hidden)], dim=-1), recompute_joint)
+        joint = RecomputableTensor(torch.cat([attended, attn.mlp_act_fn(hidden)], dim=-1), recompute_joint)
         # Both parts are saved for backward anyway, so an adapter need not save their concatenation.
-        with joint.skip_saving():
+        with joint.skip_saving_activation():
             return attn.to_out(joint.tensor)
 
 

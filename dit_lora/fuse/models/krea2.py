@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from dit_lora.fuse.attention import Recomputable, RotaryTables, attend
-from dit_lora.fuse.lora import project
+from dit_lora.fuse.attention import RecomputableTensor, RotaryTables, attend
+from dit_lora.fuse.lora import project_linear_layers
 from dit_lora.fuse.models.streams import recompute_norm
 from dit_lora.fuse.models.swiglu import apply_swiglu
 from dit_lora.fuse.models.two_streams import TwoStreamProcessor, build_recompute_kwargs
@@ -62,7 +62,7 @@ def final_forward(layer: Any, hidden_states: torch.Tensor, temb: torch.Tensor) -
     """Forward of `Krea2FinalLayer`: tokens (B, S, D) to the output (B, S, .); temb is (B, 1, D)."""
     scale, shift = (temb + layer.scale_shift_table).chunk(2, dim=1)
     normed, _ = _normalize_stream(layer.norm, AdaNormInputs(hidden_states, shift, scale))
-    with normed.skip_saving():
+    with normed.skip_saving_activation():
         return layer.linear(normed.tensor)
 
 
@@ -76,7 +76,7 @@ def compute_norm_factor(norm: Any) -> torch.Tensor:
     return norm.weight + 1.0
 
 
-def _normalize_stream(norm: Any, stream: AdaNormInputs) -> tuple[Recomputable, torch.Tensor]:
+def _normalize_stream(norm: Any, stream: AdaNormInputs) -> tuple[RecomputableTensor, torch.Tensor]:
     """Add a pending update to a stream (B, S, D), then norm and modulate the sum.
 
     Returns the result and the sum, with which the stream continues.
@@ -88,7 +88,7 @@ def _normalize_stream(norm: Any, stream: AdaNormInputs) -> tuple[Recomputable, t
     normed, (x,) = normalize(stream)
     # The norm's backward saves its input, from which its output can be recomputed for the adapters.
     saved = stream._replace(x=x, y=None, gate=None)
-    return Recomputable(normed, partial(recompute_norm, normalize, saved)), x
+    return RecomputableTensor(normed, partial(recompute_norm, normalize, saved)), x
 
 
 class Krea2Processor(TwoStreamProcessor):
@@ -104,13 +104,13 @@ class Krea2Processor(TwoStreamProcessor):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: RotaryTables | None = None,
-        recomputable: tuple[Recomputable, ...] = (),
+        recomputable: tuple[RecomputableTensor, ...] = (),
     ) -> torch.Tensor:
-        if self.should_use_stock:
+        if self.should_use_stock_processor:
             return self.stock(attn, hidden_states, attention_mask, image_rotary_emb)
         layers = (attn.to_q, attn.to_k, attn.to_v, attn.to_gate)
-        with recomputable[0].skip_saving() if recomputable else nullcontext():
-            *projected, gate = project(layers, hidden_states)
+        with recomputable[0].skip_saving_activation() if recomputable else nullcontext():
+            *projected, gate = project_linear_layers(layers, hidden_states)
         query, key, value = (tensor.unflatten(-1, (-1, attn.head_dim)) for tensor in projected)
         query = self.norm_and_rotate_heads(query, attn.norm_q, image_rotary_emb, "rms")
         key = self.norm_and_rotate_heads(key, attn.norm_k, image_rotary_emb, "rms")
@@ -123,8 +123,8 @@ class Krea2Processor(TwoStreamProcessor):
         # (B, S, H * D), one gate per element of attention's output.
         gate = torch.sigmoid(gate)
         # Both factors are saved anyway, so an adapter of the projection need not save their product.
-        gated = Recomputable(attended * gate, partial(torch.mul, attended, gate))
-        with gated.skip_saving():
+        gated = RecomputableTensor(attended * gate, partial(torch.mul, attended, gate))
+        with gated.skip_saving_activation():
             return attn.to_out[0](gated.tensor)
 
 

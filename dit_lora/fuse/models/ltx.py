@@ -14,7 +14,7 @@ from diffusers.models.normalization import RMSNorm
 from dit_lora.fuse.attention import RotaryTables, reshape_mask
 from dit_lora.fuse.models.across_heads import AcrossHeadsProcessor, find_rms_norm_problem
 from dit_lora.fuse.models.streams import normalize_stream
-from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op, require_norms
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op, make_norm_class_check
 from dit_lora_kernels.ada_norm import AdaNormInputs
 
 
@@ -53,13 +53,13 @@ class LTXProcessor(AcrossHeadsProcessor):
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: RotaryTables | None = None,
     ) -> torch.Tensor:
-        if self.should_use_stock:
+        if self.should_use_stock_processor:
             return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         mask = reshape_mask(attn, attention_mask, source)
         return self.compute_attention(attn, hidden_states, encoder_hidden_states, mask, image_rotary_emb)
 
-    def convert_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTables:
+    def convert_rotary_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTables:
         """LTX-Video's rotary tables (B, S, D), unchanged.
 
         The kernel takes a row with the angles of all heads for each token.
@@ -75,7 +75,7 @@ class LTXProcessor(AcrossHeadsProcessor):
 
 
 _LTX = "diffusers.models.transformers.transformer_ltx"
-_FIND_BLOCK_PROBLEM = require_norms(("norm1", "norm2"), RMSNorm)
+_FIND_BLOCK_PROBLEM = make_norm_class_check(("norm1", "norm2"), RMSNorm)
 FORWARDS = (ForwardPatch(f"{_LTX}.LTXVideoTransformerBlock", "ada_norm", block_forward, _FIND_BLOCK_PROBLEM),)
 PROCESSORS = (
     ProcessorPatch(

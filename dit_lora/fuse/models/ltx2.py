@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from diffusers.models.normalization import RMSNorm
 
-from dit_lora.fuse.attention import Recomputable, RotaryTables, attend, project_output, project_qkv, reshape_mask
+from dit_lora.fuse.attention import RecomputableTensor, RotaryTables, attend, project_output, project_qkv, reshape_mask
 from dit_lora.fuse.models.across_heads import AcrossHeadsProcessor, find_rms_norm_problem
 from dit_lora.fuse.models.streams import normalize_stream
-from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op, require_norms
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op, make_norm_class_check
 from dit_lora_kernels.ada_norm import AdaNormInputs
 
 _LTX2 = "diffusers.models.transformers.transformer_ltx2"
@@ -227,7 +227,7 @@ class LTX2Processor(AcrossHeadsProcessor):
         perturbation_mask: torch.Tensor | None = None,
         all_perturbed: bool | None = None,
     ) -> torch.Tensor:
-        if self.should_use_stock or perturbation_mask is not None or all_perturbed:
+        if self.should_use_stock_processor or perturbation_mask is not None or all_perturbed:
             # Only one of the two stock processors accepts these arguments.
             perturbation = {"perturbation_mask": perturbation_mask, "all_perturbed": all_perturbed}
             return self.stock(
@@ -252,19 +252,19 @@ class LTX2Processor(AcrossHeadsProcessor):
         attended = attend(query, key, value, mask, self.backend).to(query.dtype)
         if gates is None:
             return project_output(attn, attended.flatten(2))
-        gated = Recomputable(_apply_gates(attended, gates), partial(_apply_gates, attended, gates))
+        gated = RecomputableTensor(_apply_gates(attended, gates), partial(_apply_gates, attended, gates))
         # Both factors are saved for backward anyway, so an adapter need not save the product.
-        with gated.skip_saving():
+        with gated.skip_saving_activation():
             return project_output(attn, gated.tensor)
 
-    def convert_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTables:
+    def convert_rotary_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTables:
         """Convert rotary tables for the kernel.
 
         Split tables (B, H, S, D / 2 H) become (B, S, H, D / 2 H), each angle once; interleaved ones (B, S, D) stay.
         """
         return (cos, sin) if cos.ndim == 3 else (cos.transpose(1, 2), sin.transpose(1, 2))
 
-    def get_rotation(self, attn: Any) -> str:
+    def get_rotation_layout(self, attn: Any) -> str:
         return "half" if attn.rope_type == "split" else "interleaved"
 
     def rotate(self, attn: Any, query_or_key: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
@@ -282,7 +282,7 @@ def _apply_gates(attention_output: torch.Tensor, gates: torch.Tensor) -> torch.T
 
 
 _NORMS = ("norm1", "norm2", "norm3", "audio_norm1", "audio_norm2", "audio_norm3", *_AV_NORMS)
-_FIND_BLOCK_PROBLEM = require_norms(_NORMS, RMSNorm)
+_FIND_BLOCK_PROBLEM = make_norm_class_check(_NORMS, RMSNorm)
 FORWARDS = (ForwardPatch(f"{_LTX2}.LTX2VideoTransformerBlock", "ada_norm", block_forward, _FIND_BLOCK_PROBLEM),)
 PROCESSORS = tuple(
     ProcessorPatch(f"{_LTX2}.{name}", ATTENTION, LTX2Processor, find_rms_norm_problem, get_extra_ops=get_qk_op)

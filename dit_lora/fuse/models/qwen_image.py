@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
-from dit_lora.fuse.attention import Recomputable, attend, project_output
+from dit_lora.fuse.attention import RecomputableTensor, attend, project_output
 from dit_lora.fuse.models.complex_rotary import get_rotary_tables
 from dit_lora.fuse.models.flux import clip_to_fp16_range
 from dit_lora.fuse.models.two_streams import (
     Modulation,
     TwoStreamProcessor,
+    add_attention_and_feed_forward,
     build_recompute_kwargs,
-    enter_modulated_block,
     find_attention_problem,
     find_norms_problem,
     join_heads,
-    leave_block,
+    norm_modulated_stream,
     split_recomputable,
 )
 from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op
@@ -45,8 +45,8 @@ def block_forward(
     """
     modulation = Modulation(*block.img_mod(temb).chunk(6, dim=-1))
     text_modulation = Modulation(*block.txt_mod(temb).chunk(6, dim=-1))
-    image, x = enter_modulated_block(block.img_norm1, hidden_states, modulation)
-    text, context = enter_modulated_block(block.txt_norm1, encoder_hidden_states, text_modulation)
+    image, x = norm_modulated_stream(block.img_norm1, hidden_states, modulation)
+    text, context = norm_modulated_stream(block.txt_norm1, encoder_hidden_states, text_modulation)
     attended, attended_text = block.attn(
         hidden_states=image.tensor,
         encoder_hidden_states=text.tensor,
@@ -55,8 +55,8 @@ def block_forward(
         **(joint_attention_kwargs or {}),
         **build_recompute_kwargs(block.attn, image, text),
     )
-    x = leave_block(block.img_norm2, block.img_mlp, x, attended, modulation)
-    context = leave_block(block.txt_norm2, block.txt_mlp, context, attended_text, text_modulation)
+    x = add_attention_and_feed_forward(block.img_norm2, block.img_mlp, x, attended, modulation)
+    context = add_attention_and_feed_forward(block.txt_norm2, block.txt_mlp, context, attended_text, text_modulation)
     return clip_to_fp16_range(context), clip_to_fp16_range(x)
 
 
@@ -76,10 +76,10 @@ class QwenImageProcessor(TwoStreamProcessor):
         encoder_hidden_states_mask: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
-        recomputable: tuple[Recomputable, ...] = (),
+        recomputable: tuple[RecomputableTensor, ...] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # Without text, or with another kind of mask, the stock processor raises its own error.
-        if self.should_use_stock or encoder_hidden_states is None or attention_mask is not None:
+        if self.should_use_stock_processor or encoder_hidden_states is None or attention_mask is not None:
             return self.stock(
                 attn,
                 hidden_states,

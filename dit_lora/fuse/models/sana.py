@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from dit_lora.fuse.attention import (
     FusedProcessor,
-    Recomputable,
+    RecomputableTensor,
     RotaryTables,
     SharedInputProcessor,
     find_plain_attention_problem,
@@ -28,7 +28,7 @@ from dit_lora.fuse.attention import (
 )
 from dit_lora.fuse.lora import is_hooked
 from dit_lora.fuse.models.streams import normalize_stream, recompute_norm
-from dit_lora.fuse.patches import ATTENTION, ForwardPatch, Fusion, ProcessorPatch, get_qk_op_if_normed
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, FusedModelState, ProcessorPatch, get_qk_op_if_normed
 from dit_lora.numerics.attention_calls import attention_call
 from dit_lora.numerics.saturation import SaturatingProcessor, saturate
 from dit_lora_kernels.ada_norm import AdaNormInputs
@@ -57,10 +57,10 @@ def block_forward(
         return block.ff(image).flatten(2, 3).permute(0, 2, 1)
 
     text = {"encoder_hidden_states": encoder_hidden_states, "attention_mask": encoder_attention_mask}
-    return run_block(block, hidden_states, tables.chunk(6, dim=1), text, feed_forward)
+    return run_sana_block(block, hidden_states, tables.chunk(6, dim=1), text, feed_forward)
 
 
-def run_block(
+def run_sana_block(
     block: Any,
     hidden_states: torch.Tensor,
     tables: Sequence[torch.Tensor],
@@ -85,7 +85,7 @@ def run_block(
     tokens, hidden_states = normalize_stream(block.norm1, stream)
     if isinstance(block.attn1.processor, SanaLinearProcessor):
         # The norm's backward saves its input, so its output need not be saved for the adapters.
-        extra["normed"] = Recomputable(tokens, partial(recompute_norm, normalize_stream, block.norm1, stream))
+        extra["normed"] = RecomputableTensor(tokens, partial(recompute_norm, normalize_stream, block.norm1, stream))
     # Added here, not in the next norm: attention to the text takes the sum without a norm.
     hidden_states = torch.addcmul(hidden_states, gate, block.attn1(tokens, **extra))
     attended = None if block.attn2 is None else block.attn2(hidden_states, **text)
@@ -173,7 +173,7 @@ class SanaLinearProcessor(FusedProcessor):
     """`SanaLinearAttnProcessor2_0` with sums in fp32 even under autocast, and one projection call for q, k and v."""
 
     @property
-    def should_use_stock(self) -> bool:
+    def should_use_stock_processor(self) -> bool:
         """True if a layer must run its stock linear attention.
 
         This is also so while the linear attention kernel is off.
@@ -189,22 +189,26 @@ class SanaLinearProcessor(FusedProcessor):
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         *,
-        normed: Recomputable | None = None,
+        normed: RecomputableTensor | None = None,
     ) -> torch.Tensor:
-        if self.should_use_stock or encoder_hidden_states is not None:
+        if self.should_use_stock_processor or encoder_hidden_states is not None:
             return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask)
         # The stock processor clips its fp16 output too.
         output = self.compute_attention(attn, hidden_states, None, normed)
         return saturate(output) if hidden_states.dtype is torch.float16 else output
 
     def compute_attention(
-        self, attn: Attention, hidden_states: torch.Tensor, rotary: RotaryTables | None, normed: Recomputable | None
+        self,
+        attn: Attention,
+        hidden_states: torch.Tensor,
+        rotary: RotaryTables | None,
+        normed: RecomputableTensor | None,
     ) -> torch.Tensor:
         """Linear self-attention of tokens (B, S, D) and its output projection.
 
         `rotary` tables (1, S, head width) rotate the numerator.
         """
-        with nullcontext() if normed is None else normed.skip_saving():
+        with nullcontext() if normed is None else normed.skip_saving_activation():
             query, key, value = project_qkv(attn, hidden_states, None)
         query = _normalize_across_heads(self, attn, attn.norm_q, query)
         key = _normalize_across_heads(self, attn, attn.norm_k, key)
@@ -216,7 +220,7 @@ class SanaLinearProcessor(FusedProcessor):
 
         attended = compute_heads()
         # Cheap to recompute, and q, k and v are saved for backward: the projection's adapter need not save it.
-        with Recomputable(attended, compute_heads).skip_saving():
+        with RecomputableTensor(attended, compute_heads).skip_saving_activation():
             projected = attn.to_out[0](attended)
         return attn.to_out[1](projected)
 
@@ -225,13 +229,17 @@ class SaturatingSanaLinearProcessor(SanaLinearProcessor, SaturatingProcessor):
     """`SanaLinearProcessor` for a stock processor that clips to fp16's range in every dtype."""
 
     def compute_attention(
-        self, attn: Attention, hidden_states: torch.Tensor, rotary: RotaryTables | None, normed: Recomputable | None
+        self,
+        attn: Attention,
+        hidden_states: torch.Tensor,
+        rotary: RotaryTables | None,
+        normed: RecomputableTensor | None,
     ) -> torch.Tensor:
         """Linear attention of tokens (B, S, D), with its output clipped to fp16's range."""
         return saturate(super().compute_attention(attn, hidden_states, rotary, normed))
 
 
-def _make_linear_processor(stock: Any, fusion: Fusion, attn: Attention) -> FusedProcessor:
+def _make_linear_processor(stock: Any, fusion: FusedModelState, attn: Attention) -> FusedProcessor:
     # Values beyond fp16's range must be treated as this stock processor does.
     if isinstance(stock, SaturatingProcessor):
         return SaturatingSanaLinearProcessor(stock, fusion, attn)

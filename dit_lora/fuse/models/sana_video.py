@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from diffusers.models.attention_processor import Attention
 
-from dit_lora.fuse.attention import Recomputable, RotaryTables, find_plain_attention_problem
+from dit_lora.fuse.attention import RecomputableTensor, RotaryTables, find_plain_attention_problem
 from dit_lora.fuse.models.sana import (
     SanaLinearProcessor,
     SanaProcessor,
     apply_convolutions,
     find_depthwise_problem,
     find_norm_problem,
-    run_block,
+    run_sana_block,
 )
 from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op_if_normed
 from dit_lora.numerics.saturation import SaturatingProcessor
@@ -48,7 +48,7 @@ def block_forward(
         return block.ff(tokens.unflatten(1, (frames, height, width))).flatten(1, 3)
 
     text = {"encoder_hidden_states": encoder_hidden_states, "attention_mask": encoder_attention_mask}
-    return run_block(block, hidden_states, tables, text, feed_forward, rotary_emb=rotary_emb)
+    return run_sana_block(block, hidden_states, tables, text, feed_forward, rotary_emb=rotary_emb)
 
 
 def feed_forward(ff: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -77,9 +77,9 @@ class SanaVideoLinearProcessor(SanaLinearProcessor):
         attention_mask: torch.Tensor | None = None,
         rotary_emb: RotaryTables | None = None,
         *,
-        normed: Recomputable | None = None,
+        normed: RecomputableTensor | None = None,
     ) -> torch.Tensor:
-        if self.should_use_stock or encoder_hidden_states is not None or rotary_emb is None:
+        if self.should_use_stock_processor or encoder_hidden_states is not None or rotary_emb is None:
             return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb=rotary_emb)
         # (1, S, 1, head width) to (1, S, head width): all heads share the tables.
         cos, sin = (table.squeeze(2) for table in rotary_emb)

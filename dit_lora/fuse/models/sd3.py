@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from diffusers.models.attention_processor import Attention
 
-from dit_lora.fuse.attention import Recomputable, attend, project_output
+from dit_lora.fuse.attention import RecomputableTensor, attend, project_output
 from dit_lora.fuse.models.two_streams import (
     Modulation,
     TwoStreamProcessor,
+    add_attention_and_feed_forward,
     build_recompute_kwargs,
-    enter_block,
     find_attention_problem,
     find_norms_problem,
     join_heads,
-    leave_block,
     modulate,
+    norm_stream_for_attention,
     split_recomputable,
 )
 from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op_if_normed
@@ -55,7 +55,7 @@ def block_forward(
         stream = AdaNormInputs(encoder_hidden_states, shift, scale)
         text, _ = modulate((stream,), eps=context_norm.norm.eps)
     else:
-        text, context, text_modulation = enter_block(context_norm, encoder_hidden_states, temb)
+        text, context, text_modulation = norm_stream_for_attention(context_norm, encoder_hidden_states, temb)
     attended, attended_text = block.attn(
         hidden_states=image.tensor,
         encoder_hidden_states=text.tensor,
@@ -66,11 +66,13 @@ def block_forward(
         x = torch.addcmul(x, modulation.gate[:, None], attended)
         attended = block.attn2(hidden_states=second.tensor, **extra, **build_recompute_kwargs(block.attn2, second))
         modulation = modulation._replace(gate=second_gate)
-    # `leave_block` adds the second attention with its own gate; the first one is already in x.
-    x = leave_block(block.norm2, block.ff, x, attended, modulation)
+    # `add_attention_and_feed_forward` adds the second attention with its own gate; the first one is already in x.
+    x = add_attention_and_feed_forward(block.norm2, block.ff, x, attended, modulation)
     if block.context_pre_only:
         return None, x
-    return leave_block(block.norm2_context, block.ff_context, context, attended_text, text_modulation), x
+    return add_attention_and_feed_forward(
+        block.norm2_context, block.ff_context, context, attended_text, text_modulation
+    ), x
 
 
 class JointProcessor(TwoStreamProcessor):
@@ -82,9 +84,9 @@ class JointProcessor(TwoStreamProcessor):
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        recomputable: tuple[Recomputable, ...] = (),
+        recomputable: tuple[RecomputableTensor, ...] = (),
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        if self.should_use_stock:
+        if self.should_use_stock_processor:
             return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask)
         image_recomputable, text_recomputable = split_recomputable(recomputable)
         heads = self.compute_image_heads(attn, hidden_states, recomputable=image_recomputable)

@@ -30,5 +30,5 @@ def normalize_stream(norm: Any, stream: AdaNormInputs, kind: NormKind = "layer")
 
 
 def recompute_norm(normalize: Callable[..., tuple[torch.Tensor, Any]], *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Run a norm again and return only its first output, for `Recomputable`. The values are bitwise the same."""
+    """Run a norm again and return only its first output, for `RecomputableTensor`. The values are bitwise the same."""
     return normalize(*args, **kwargs)[0]

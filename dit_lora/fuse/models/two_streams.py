@@ -16,8 +16,15 @@ import torch
 from diffusers.models.normalization import RMSNorm
 from torch import nn
 
-from dit_lora.fuse.attention import QK_NORM_NAMES, FusedProcessor, NormKind, QueryKeyValue, Recomputable, RotaryTables
-from dit_lora.fuse.lora import project
+from dit_lora.fuse.attention import (
+    QK_NORM_NAMES,
+    FusedProcessor,
+    NormKind,
+    QueryKeyValue,
+    RecomputableTensor,
+    RotaryTables,
+)
+from dit_lora.fuse.lora import project_linear_layers
 from dit_lora.fuse.models.streams import recompute_norm
 from dit_lora.fuse.patches import ProblemFinder, find_unsupported_norm
 from dit_lora_kernels.ada_norm import AdaNormInputs, joint_ada_norm
@@ -36,27 +43,33 @@ class Modulation(NamedTuple):
     gate_ff: torch.Tensor
 
 
-def modulate(streams: Sequence[AdaNormInputs], *, eps: float) -> tuple[Recomputable, tuple[torch.Tensor, ...]]:
+def modulate(streams: Sequence[AdaNormInputs], *, eps: float) -> tuple[RecomputableTensor, tuple[torch.Tensor, ...]]:
     """Norm and modulate several token streams into one buffer (B, sum of S, D).
 
     Also returns each x (B, S, D) to continue with.
     """
     # The norm's backward saves its input, so its output need not be saved for adapters: it is recomputed.
     buffer, residuals = joint_ada_norm(streams, norm="layer", eps=eps)
-    return Recomputable(buffer, partial(recompute_norm, joint_ada_norm, streams, norm="layer", eps=eps)), residuals
+    return RecomputableTensor(
+        buffer, partial(recompute_norm, joint_ada_norm, streams, norm="layer", eps=eps)
+    ), residuals
 
 
-def enter_block(norm: Any, x: torch.Tensor, temb: torch.Tensor) -> tuple[Recomputable, torch.Tensor, Modulation]:
+def norm_stream_for_attention(
+    norm: Any, x: torch.Tensor, temb: torch.Tensor
+) -> tuple[RecomputableTensor, torch.Tensor, Modulation]:
     """Norm and modulate a stream (B, S, D) for attention, as `AdaLayerNormZero.forward` does with temb (B, D).
 
     Returns:
         The input of attention, x to continue with, and the modulation.
     """
     modulation = Modulation(*norm.linear(norm.silu(temb)).chunk(6, dim=1))
-    return *enter_modulated_block(norm.norm, x, modulation), modulation
+    return *norm_modulated_stream(norm.norm, x, modulation), modulation
 
 
-def enter_modulated_block(norm: Any, x: torch.Tensor, modulation: Modulation) -> tuple[Recomputable, torch.Tensor]:
+def norm_modulated_stream(
+    norm: Any, x: torch.Tensor, modulation: Modulation
+) -> tuple[RecomputableTensor, torch.Tensor]:
     """Norm and modulate a stream (B, S, D) for attention with tables that are already computed.
 
     Also returns x to continue with.
@@ -65,7 +78,7 @@ def enter_modulated_block(norm: Any, x: torch.Tensor, modulation: Modulation) ->
     return normed, x
 
 
-def leave_block(
+def add_attention_and_feed_forward(
     norm: Any, ff: Any, x: torch.Tensor, attention_output: torch.Tensor, modulation: Modulation
 ) -> torch.Tensor:
     """Add attention's output and then the feed-forward's to the stream (B, S, D), each through its gate."""
@@ -76,13 +89,13 @@ def leave_block(
     return torch.addcmul(x, gate_ff[:, None], ff(normed))
 
 
-class JoinedStreams(NamedTuple):
+class JointStreamState(NamedTuple):
     """State of a text and an image stream in a block that norms them together.
 
     Such a block runs feed-forward and attention in parallel.
     """
 
-    normed: Recomputable
+    normed: RecomputableTensor
     """(B, S of both, D), the input of attention."""
     streams: tuple[torch.Tensor, ...]
     """Each stream x (B, S, D) to continue with."""
@@ -91,7 +104,9 @@ class JoinedStreams(NamedTuple):
     ff_hidden: torch.Tensor
     """The feed-forward's hidden values, of both streams."""
 
-    def leave_block(self, block: Any, attention_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_attention_and_feed_forward(
+        self, block: Any, attention_output: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the gated outputs of attention (B, S of both, D) and feed-forward to the text and image streams."""
         # One layer projects both, concatenated in the order of the stock block's weights.
         output = block.proj_out(torch.cat([attention_output, self.ff_hidden], dim=2))
@@ -104,17 +119,17 @@ class JoinedStreams(NamedTuple):
         )
 
 
-def enter_joint_block(
+def norm_joint_streams(
     block: Any, first_stream: torch.Tensor, second_stream: torch.Tensor, temb: torch.Tensor
-) -> JoinedStreams:
+) -> JointStreamState:
     """Norm two streams (B, S, D) together, in this order, for a block with one `AdaLayerNormZeroSingle`."""
     shift, scale, gate = block.norm.linear(block.norm.silu(temb)).chunk(3, dim=1)
     streams = [AdaNormInputs(x, shift, scale) for x in (first_stream, second_stream)]
     normed, residuals = modulate(streams, eps=block.norm.norm.eps)
     # Adapters on the feed-forward need not save its input either: it is the same buffer as attention's.
-    with normed.skip_saving():
+    with normed.skip_saving_activation():
         inner = block.proj_mlp(normed.tensor)
-    return JoinedStreams(normed, residuals, gate[:, None], block.act_mlp(inner))
+    return JointStreamState(normed, residuals, gate[:, None], block.act_mlp(inner))
 
 
 class TwoStreamProcessor(FusedProcessor):
@@ -128,14 +143,22 @@ class TwoStreamProcessor(FusedProcessor):
         return attn.heads, -1
 
     def compute_image_heads(
-        self, attn: Any, x: torch.Tensor, rotary: RotaryTables | None = None, recomputable: Recomputable | None = None
+        self,
+        attn: Any,
+        x: torch.Tensor,
+        rotary: RotaryTables | None = None,
+        recomputable: RecomputableTensor | None = None,
     ) -> QueryKeyValue:
         """q, k and v (B, S, H, D) of image or video tokens x (B, S, .)."""
         layers, norms = (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k)
         return self._compute_heads(attn, layers, norms, x, rotary, recomputable)
 
     def compute_text_heads(
-        self, attn: Any, x: torch.Tensor, rotary: RotaryTables | None = None, recomputable: Recomputable | None = None
+        self,
+        attn: Any,
+        x: torch.Tensor,
+        rotary: RotaryTables | None = None,
+        recomputable: RecomputableTensor | None = None,
     ) -> QueryKeyValue:
         """q, k and v (B, S, H, D) of text tokens x (B, S, .), with the layers for text."""
         layers = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
@@ -149,12 +172,12 @@ class TwoStreamProcessor(FusedProcessor):
         norms: tuple[Any, Any],
         x: torch.Tensor,
         rotary: RotaryTables | None,
-        recomputable: Recomputable | None,
+        recomputable: RecomputableTensor | None,
     ) -> QueryKeyValue:
         """Project x to q, k and v. q and k are normed per head, and their first R tokens are rotated."""
         # Adapters save a view of the block's buffer for their gradients: backward recomputes it instead.
-        with recomputable.skip_saving() if recomputable is not None else nullcontext():
-            projected = project(layers, x)
+        with recomputable.skip_saving_activation() if recomputable is not None else nullcontext():
+            projected = project_linear_layers(layers, x)
         # (B, S, .) to (B, S, H, D).
         query, key, value = (tensor.unflatten(-1, self.get_head_shape(attn)) for tensor in projected)
         return (self.normalize_heads(query, norms[0], rotary), self.normalize_heads(key, norms[1], rotary), value)
@@ -172,14 +195,16 @@ def join_heads(first_heads: QueryKeyValue, second_heads: QueryKeyValue) -> Query
     return query, key, value
 
 
-def build_recompute_kwargs(attn: Any, *norm_outputs: Recomputable) -> dict[str, tuple[Recomputable, ...]]:
+def build_recompute_kwargs(attn: Any, *norm_outputs: RecomputableTensor) -> dict[str, tuple[RecomputableTensor, ...]]:
     """Keyword argument that tells a fused processor how to recompute its normed inputs instead of saving them."""
     # A stock processor rejects unknown arguments, so it gets none.
     takes = isinstance(attn.processor, TwoStreamProcessor)
     return {"recomputable": norm_outputs} if takes else {}
 
 
-def split_recomputable(recomputable: tuple[Recomputable, ...]) -> tuple[Recomputable | None, Recomputable | None]:
+def split_recomputable(
+    recomputable: tuple[RecomputableTensor, ...],
+) -> tuple[RecomputableTensor | None, RecomputableTensor | None]:
     """Split recomputable inputs into the image's and the text's.
 
     Joined streams give the same one twice; without any, both are None.

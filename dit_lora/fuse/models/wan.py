@@ -14,7 +14,7 @@ from torch import nn
 from dit_lora.fuse.attention import RotaryTables, rotate_pairs
 from dit_lora.fuse.models.across_heads import AcrossHeadsProcessor, find_rms_norm_problem
 from dit_lora.fuse.models.streams import normalize_stream
-from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op, require_norms
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op, make_norm_class_check
 from dit_lora_kernels.ada_norm import AdaNormInputs
 
 
@@ -39,15 +39,15 @@ def block_forward(
     y = block.attn1(normed, None, None, rotary_emb)
     # Attention to the text takes the residual stream as it is.
     if isinstance(block.norm2, nn.Identity):
-        normed = x = _add_gated(x, gate, y)
+        normed = x = _add_gated_residual(x, gate, y)
     else:
         normed, x = normalize_stream(block.norm2, AdaNormInputs(x, y=y, gate=gate))
     y = block.attn2(normed, encoder_hidden_states, None, None)
     normed, x = normalize_stream(block.norm3, AdaNormInputs(x, shift_ff, scale_ff, y))
-    return _add_gated(x, gate_ff, block.ffn(normed))
+    return _add_gated_residual(x, gate_ff, block.ffn(normed))
 
 
-def _add_gated(x: torch.Tensor, gate: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def _add_gated_residual(x: torch.Tensor, gate: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Gated residual sum x + gate * y (B, S, D) in x's dtype, which may differ from the gate's."""
     return torch.addcmul(x, gate.to(x.dtype), y)
 
@@ -63,11 +63,11 @@ class WanProcessor(AcrossHeadsProcessor):
         attention_mask: torch.Tensor | None = None,
         rotary_emb: RotaryTables | None = None,
     ) -> torch.Tensor:
-        if self.should_use_stock or attn.fused_projections:
+        if self.should_use_stock_processor or attn.fused_projections:
             return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
         return self.compute_attention(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
 
-    def convert_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTables:
+    def convert_rotary_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTables:
         """Wan's rotary tables (1, S, 1, D / H) reshaped to (1, S, D / H).
 
         They hold each angle twice; all heads share them.
@@ -88,7 +88,7 @@ def _find_attention_problem(attn: Any) -> str | None:
 
 
 _WAN = "diffusers.models.transformers.transformer_wan"
-_FIND_BLOCK_PROBLEM = require_norms(("norm1", "norm2", "norm3"), FP32LayerNorm, nn.Identity)
+_FIND_BLOCK_PROBLEM = make_norm_class_check(("norm1", "norm2", "norm3"), FP32LayerNorm, nn.Identity)
 FORWARDS = (ForwardPatch(f"{_WAN}.WanTransformerBlock", "ada_norm", block_forward, _FIND_BLOCK_PROBLEM),)
 PROCESSORS = (
     ProcessorPatch(

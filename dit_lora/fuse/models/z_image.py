@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from diffusers.models.normalization import RMSNorm
 
-from dit_lora.fuse.attention import Recomputable, RotaryTables, attend, project_output, rotate_pairs
+from dit_lora.fuse.attention import RecomputableTensor, RotaryTables, attend, project_output, rotate_pairs
 from dit_lora.fuse.models.complex_rotary import get_rotary_tables
 from dit_lora.fuse.models.streams import normalize_stream, recompute_norm
 from dit_lora.fuse.models.swiglu import apply_swiglu
 from dit_lora.fuse.models.two_streams import TwoStreamProcessor, build_recompute_kwargs, find_attention_problem
-from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op, require_norms
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op, make_norm_class_check
 from dit_lora_kernels.ada_norm import AdaNormInputs
 
 _Z_IMAGE = "diffusers.models.transformers.transformer_z_image"
@@ -48,7 +48,7 @@ def block_forward(
     norm, stream = block.attention_norm1, AdaNormInputs(x, scale=scale)
     normed, x = normalize_stream(norm, stream, "rms")
     # The norm's backward saves its input, so its output need not be saved for adapters: it is recomputed.
-    recomputable = Recomputable(normed, partial(recompute_norm, normalize_stream, norm, stream, "rms"))
+    recomputable = RecomputableTensor(normed, partial(recompute_norm, normalize_stream, norm, stream, "rms"))
     attended = block.attention(
         normed, attention_mask=attn_mask, freqs_cis=freqs_cis, **build_recompute_kwargs(block.attention, recomputable)
     )
@@ -74,9 +74,9 @@ class ZImageProcessor(TwoStreamProcessor):
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         freqs_cis: torch.Tensor | None = None,
-        recomputable: tuple[Recomputable, ...] = (),
+        recomputable: tuple[RecomputableTensor, ...] = (),
     ) -> torch.Tensor:
-        if self.should_use_stock:
+        if self.should_use_stock_processor:
             return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, freqs_cis)
         rotary = None if freqs_cis is None else get_rotary_tables(freqs_cis)
         heads = self.compute_image_heads(attn, hidden_states, rotary, *recomputable)
@@ -98,7 +98,9 @@ class ZImageProcessor(TwoStreamProcessor):
 
 _NORMS = ("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2")
 FORWARDS = (
-    ForwardPatch(f"{_Z_IMAGE}.ZImageTransformerBlock", "ada_norm", block_forward, require_norms(_NORMS, RMSNorm)),
+    ForwardPatch(
+        f"{_Z_IMAGE}.ZImageTransformerBlock", "ada_norm", block_forward, make_norm_class_check(_NORMS, RMSNorm)
+    ),
     ForwardPatch(f"{_Z_IMAGE}.FeedForward", "ada_norm", feed_forward),
 )
 PROCESSORS = (

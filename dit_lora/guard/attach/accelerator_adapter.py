@@ -24,7 +24,7 @@ _LOG = logging.getLogger("dit_lora")
 T = TypeVar("T")
 
 
-class Host:
+class LoopProcessContext:
     """Device, process group and Accelerate objects of a guarded training loop.
 
     `accelerator` is None in plain PyTorch.
@@ -47,7 +47,7 @@ class Host:
         """Number of ranks that must agree on each step; 1 once the loop has destroyed its process group."""
         return get_num_processes() if self.is_shared else 1
 
-    def detect_shared_training(self, parameters: Sequence[nn.Parameter]) -> None:
+    def detect_distributed_training(self, parameters: Sequence[nn.Parameter]) -> None:
         """Find out whether the ranks train these parameters together: by DDP, sharded, or under Accelerate.
 
         Processes that each train a separate model need not agree: one may skip a step that the others take.
@@ -87,7 +87,7 @@ class Host:
         return not self.is_shared and get_num_processes() > 1
 
     @contextmanager
-    def limit_collectives(self) -> Iterator[None]:
+    def use_training_process_group(self) -> Iterator[None]:
         """Inside the context, collective calls reach the ranks that train one model, and no other process."""
         if self.is_shared:
             yield
@@ -168,7 +168,7 @@ class Host:
 
     def gather_objects(self, objects: Sequence[T]) -> list[T]:
         """Gather the objects of all ranks, in rank order. Collective."""
-        with self.limit_collectives():
+        with self.use_training_process_group():
             return gather_object(list(objects))
 
 

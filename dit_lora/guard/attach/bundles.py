@@ -12,11 +12,11 @@ from torch import nn
 
 from dit_lora.config.recovery_settings import RecoveryConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.guard.attach.accelerator_adapter import Host
-from dit_lora.guard.attach.calls.call_tree import CallReader, CallWriter
+from dit_lora.guard.attach.accelerator_adapter import LoopProcessContext
+from dit_lora.guard.attach.calls.call_tree import CallDeserializer, CallSerializer
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
 from dit_lora.guard.attach.guard_json import list_package_versions
-from dit_lora.guard.repro_bundle import WEIGHTS, Bundle, format_oversize_message, write_bundle
+from dit_lora.guard.repro_bundle import WEIGHTS, Bundle, format_oversize_message, write_replay_bundle
 from dit_lora.numerics.dtensors import gather_tensors, get_original_class
 
 _LOG = logging.getLogger("dit_lora")
@@ -26,14 +26,14 @@ _LOG = logging.getLogger("dit_lora")
 class BundleWriter:
     """Writes at most `config.bundles` replay bundles. Bundles of other processes and earlier starts do not count."""
 
-    host: Host
+    host: LoopProcessContext
     config: RecoveryConfig
     folder: Path | None
     """The guard's folder; None writes nothing."""
     _num_written: int = 0
     _logged_messages: set[str] = field(default_factory=set)
 
-    def write(
+    def write_call_bundle(
         self, call: CapturedCall, event: Mapping[str, Any], facts: Mapping[str, Any], *, is_shared: bool
     ) -> str | None:
         """Write a replay bundle of a failed model call: inputs, weights and random state.
@@ -43,7 +43,7 @@ class BundleWriter:
         With `is_shared`, every rank passes the same call, as sharded weights need, and the main process writes. A
         bundle must not end a run: failures are logged and raise nothing.
         """
-        if not self._take_place():
+        if not self._reserve_bundle_slot():
             return None
         assert call.owner is not None  # set for every recorded call
         trained, missing_parts = self._select_weights(call.owner)
@@ -51,9 +51,9 @@ class BundleWriter:
         weights = gather_tensors(trained, keep_values=self.host.rank == 0) if is_shared else trained
         if is_shared and self.host.rank != 0:
             return None
-        writer = CallWriter(call.generator)
+        writer = CallSerializer(call.generator)
         # This also collects the call's tensors and whatever cannot be stored in the writer.
-        packed = pack_call(call, writer)
+        packed = serialize_model_call(call, writer)
         metadata_facts = {
             **facts,
             "event": dict(event),
@@ -64,9 +64,9 @@ class BundleWriter:
         }
         name = f"step_{event['step']:06d}_rank_{event['rank']}_micro_step_{event['micro_step']}"
         missing_parts += writer.omitted_values
-        return self._store(name, metadata_facts, writer.tensors, weights, missing_parts=missing_parts)
+        return self._write_bundle_files(name, metadata_facts, writer.tensors, weights, missing_parts=missing_parts)
 
-    def write_step(
+    def write_gradient_step_bundle(
         self,
         calls: Sequence[CapturedCall],
         gradients: Mapping[str, torch.Tensor],
@@ -79,7 +79,7 @@ class BundleWriter:
         Returns its relative path, or None. `dtype` is the lowest precision of the model's forward pass. Failures are
         logged and raise nothing.
         """
-        if not self._take_place():
+        if not self._reserve_bundle_slot():
             return None
         model = calls[0].owner
         assert model is not None  # set for every recorded call
@@ -87,9 +87,9 @@ class BundleWriter:
         packed_calls, replays = [], []
         samples: dict[str, torch.Tensor] = {}
         for number, call in enumerate(calls):
-            writer = CallWriter(call.generator)
-            packed = pack_call(call, writer)
-            packed["outputs"] = [writer.to_node(output.detach(), "output") for output in call.outputs]
+            writer = CallSerializer(call.generator)
+            packed = serialize_model_call(call, writer)
+            packed["outputs"] = [writer.to_json_node(output.detach(), "output") for output in call.outputs]
             packed_calls.append(packed)
             position = {"step": event["step"], "micro_step": call.micro_step, "rank": event["rank"]}
             replays.append({**position, "ids": list(call.ids)})
@@ -107,9 +107,9 @@ class BundleWriter:
             "packages": list_package_versions(),
         }
         name = f"step_{event['step']:06d}_gradient"
-        return self._store(name, metadata_facts, samples, weights, gradients, missing_parts=missing_parts)
+        return self._write_bundle_files(name, metadata_facts, samples, weights, gradients, missing_parts=missing_parts)
 
-    def _take_place(self) -> bool:
+    def _reserve_bundle_slot(self) -> bool:
         """True if another bundle may be written, which is counted."""
         # DeepSpeed's engine holds the weights.
         if self.folder is None or self._num_written >= self.config.bundles or self.host.uses_deepspeed:
@@ -130,7 +130,7 @@ class BundleWriter:
         # Do not gather them either: sharded weights may not fit into the memory of one rank.
         return {}, [format_oversize_message(WEIGHTS, size)]
 
-    def _store(
+    def _write_bundle_files(
         self,
         name: str,
         facts: Mapping[str, Any],
@@ -140,12 +140,12 @@ class BundleWriter:
         *,
         missing_parts: Sequence[str],
     ) -> str | None:
-        assert self.folder is not None  # see `_take_place`
+        assert self.folder is not None  # see `_reserve_bundle_slot`
         # An earlier start of the script may have written to the same folder.
         num_earlier = len(list((self.folder / "bundles").glob(f"{name}*")))
         folder = self.folder / "bundles" / (f"{name}_again_{num_earlier}" if num_earlier else name)
         try:
-            missing = write_bundle(
+            missing = write_replay_bundle(
                 folder,
                 facts,
                 samples,
@@ -167,26 +167,28 @@ class BundleWriter:
             _LOG.warning("guard: %s", message)
 
 
-def pack_call(call: CapturedCall, writer: CallWriter) -> dict[str, Any]:
+def serialize_model_call(call: CapturedCall, writer: CallSerializer) -> dict[str, Any]:
     """Convert a recorded model call to JSON values for a replay bundle. Its tensors are collected in `writer`."""
     packed: dict[str, Any] = {
-        "args": [writer.to_node(value, f"argument {number}") for number, value in enumerate(call.args)],
-        "kwargs": [[name, writer.to_node(value, name)] for name, value in call.kwargs.items()],
+        "args": [writer.to_json_node(value, f"argument {number}") for number, value in enumerate(call.args)],
+        "kwargs": [[name, writer.to_json_node(value, name)] for name, value in call.kwargs.items()],
         "output_is_finite": call.has_finite_output,
-        "output_gradients": [writer.to_node(gradient, "gradient of the output") for gradient in call.output_gradients],
+        "output_gradients": [
+            writer.to_json_node(gradient, "gradient of the output") for gradient in call.output_gradients
+        ],
     }
     states = {
         "random_state": call.random_state,
         "cuda_random_state": call.cuda_random_state,
         "generator_state": call.generator[1] if call.generator is not None else None,
     }
-    packed |= {name: writer.to_node(tensor, name) for name, tensor in states.items()}
+    packed |= {name: writer.to_json_node(tensor, name) for name, tensor in states.items()}
     if call.generator is not None:
         packed["generator_device"] = call.generator[0].device.type
     return packed
 
 
-def unpack_step(bundle: Bundle, model: nn.Module, device: torch.device) -> list[CapturedCall]:
+def deserialize_step_calls(bundle: Bundle, model: nn.Module, device: torch.device) -> list[CapturedCall]:
     """Rebuild all calls, with their outputs, from the bundle of a wrong gradient so that they run on `model`.
 
     Raises:
@@ -199,17 +201,17 @@ def unpack_step(bundle: Bundle, model: nn.Module, device: torch.device) -> list[
     calls = []
     for packed, (position, tensors) in zip(packed_calls, pairs, strict=True):
         facts = {**bundle.facts, "call": packed, "replay": position}
-        call = unpack_call(replace(bundle, facts=facts, samples=tensors), model, device)
-        reader = CallReader(tensors, device, None)
+        call = deserialize_model_call(replace(bundle, facts=facts, samples=tensors), model, device)
+        reader = CallDeserializer(tensors, device, None)
         try:
-            outputs = tuple(reader.read_node(node) for node in packed["outputs"])
+            outputs = tuple(reader.from_json_node(node) for node in packed["outputs"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DitLoraError(f"the bundle is torn: its outputs cannot be read ({error})") from error
         calls.append(replace(call, outputs=outputs))
     return calls
 
 
-def unpack_call(bundle: Bundle, model: nn.Module, device: torch.device) -> CapturedCall:
+def deserialize_model_call(bundle: Bundle, model: nn.Module, device: torch.device) -> CapturedCall:
     """Rebuild a recorded model call from a replay bundle so that it runs on `model`.
 
     Raises:
@@ -217,29 +219,29 @@ def unpack_call(bundle: Bundle, model: nn.Module, device: torch.device) -> Captu
     """
     facts = bundle.facts["call"]
     # Generator states have to stay on the CPU; inputs go to the model's device below.
-    states = CallReader(bundle.samples, torch.device("cpu"), None)
+    states = CallDeserializer(bundle.samples, torch.device("cpu"), None)
     try:
-        generator, state = None, states.read_node(facts["generator_state"])
+        generator, state = None, states.from_json_node(facts["generator_state"])
         if state is not None:
             # A generator state from another device type cannot be loaded here.
             kind = facts["generator_device"]
             generator = torch.Generator(device if kind == device.type else "cpu")
             state = state if generator.device.type == kind else generator.get_state()
-        inputs = CallReader(bundle.samples, device, generator)
-        cuda = states.read_node(facts["cuda_random_state"])
+        inputs = CallDeserializer(bundle.samples, device, generator)
+        cuda = states.from_json_node(facts["cuda_random_state"])
         # Older bundles store the gradient of a single output.
         gradients = facts.get("output_gradients") or [facts["output_gradient"]]
         # The replay recomputes the outputs; only whether they were finite is needed here.
         output = torch.tensor(0.0 if facts["output_is_finite"] else torch.nan)
         return CapturedCall(
-            args=tuple(inputs.read_node(node) for node in facts["args"]),
-            kwargs={name: inputs.read_node(node) for name, node in facts["kwargs"]},
+            args=tuple(inputs.from_json_node(node) for node in facts["args"]),
+            kwargs={name: inputs.from_json_node(node) for name, node in facts["kwargs"]},
             sample_names=tuple(bundle.facts["replay"]["ids"]),
-            random_state=states.read_node(facts["random_state"]),
+            random_state=states.from_json_node(facts["random_state"]),
             cuda_random_state=cuda if device.type == "cuda" else None,
             generator=(generator, state) if generator is not None else None,
             outputs=(output,) * len(gradients),
-            output_gradients=[inputs.read_node(node) for node in gradients],
+            output_gradients=[inputs.from_json_node(node) for node in gradients],
             owner=model,
             micro_step=bundle.facts["replay"]["micro_step"],
         )

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from dit_lora.errors import DitLoraError
-from dit_lora.guard.attach.calls.call_batch import CallBatch
-from dit_lora.guard.attach.calls.call_rows import SamplePart, iter_parts
+from dit_lora.guard.attach.calls.call_batch import RecordedCallMicroBatch
+from dit_lora.guard.attach.calls.call_rows import SamplePart, iter_sample_parts
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
 from dit_lora.guard.attach.calls.gather_calls import RankCalls
 from dit_lora.guard.attach.containment import try_call
-from dit_lora.guard.attach.experiments import preserve_state
+from dit_lora.guard.attach.experiments import preserve_model_and_rng_state
 from dit_lora.guard.attach.name_samples import SampleNamer
 from dit_lora.guard.attach.samples.loaded_batches import describe_values, find_bad_rows
 from dit_lora.guard.attach.samples.row_names import format_row_name
@@ -145,15 +145,15 @@ class CallDiagnoser:
         """Diagnosis if the batch is empty or an argument has bad values; None if the inputs are good."""
         if call.num_samples == 0:
             return self._make_diagnosis(call, rank, "inputs", "the batch has no samples", (), {})
-        tolerated = {part.path for part in _find_bad_parts(control)} if control else set()
+        tolerated = {part.path for part in _find_nonfinite_sample_parts(control)} if control else set()
         # Ignore arguments in which a healthy call had bad values too, such as masks of -inf.
-        bad = [part for part in _find_bad_parts(call) if part.path not in tolerated]
+        bad = [part for part in _find_nonfinite_sample_parts(call) if part.path not in tolerated]
         if not bad:
             return None
         samples: dict[str, str] = {}
         unnamed: dict[str, str] = {}
         for part in bad:
-            name = self.namer.find_name(call, part)
+            name = self.namer.find_sample_name(call, part)
             description = describe_values(part.path, part.values)
             if name is not None:
                 samples.setdefault(name, description)
@@ -201,12 +201,12 @@ class CallDiagnoser:
             return self._make_diagnosis(call, rank, "unknown", _MANY_FAILURES_MESSAGE, (), {})
         if call.is_differentiated_twice:
             return self._make_diagnosis(call, rank, "unknown", _DOUBLE_BACKWARD_MESSAGE, (), {})
-        if not call.is_intact:
+        if not call.has_unmodified_arguments:
             return self._make_diagnosis(call, rank, "unknown", _OVERWRITTEN_MESSAGE, (), {})
         # A control whose inputs were overwritten is no longer the healthy call.
-        if control is not None and not control.is_intact:
+        if control is not None and not control.has_unmodified_arguments:
             control = None
-        with preserve_state(self.watched.all_models()):
+        with preserve_model_and_rng_state(self.watched.all_models()):
             if self.watched.collective_forward:
                 # All ranks run this together: a rank that gave up would leave the others waiting.
                 return self._run_experiments(call, control, rank)
@@ -226,7 +226,7 @@ class CallDiagnoser:
         context = self.watched.contexts[id(call.owner)]
 
         def make_micro_batch(captured: CapturedCall, step: int) -> MicroBatch:
-            return CallBatch.from_call(
+            return RecordedCallMicroBatch.from_call(
                 captured, context.model, step=step, micro_step=call.micro_step, rank=rank, failed_call=call
             )
 
@@ -255,7 +255,7 @@ class CallDiagnoser:
             return diagnosis
         # The experiments know rows only; find out which samples these are.
         names = self.namer.name_failing_rows(call, control, diagnosis.sample_ids, context.model, failed)
-        return diagnosis.with_sample_ids(names)
+        return diagnosis.replace_sample_ids(names)
 
     def _make_diagnosis(
         self,
@@ -277,18 +277,18 @@ class CallDiagnoser:
         )
 
 
-def diagnose_missing_call(step: int, rank: int) -> Diagnosis:
+def make_missing_call_diagnosis(step: int, rank: int) -> Diagnosis:
     message = "no call of a watched model led to these gradients, so there is nothing to replay"
     return Diagnosis("unknown", message, step, rank)
 
 
-def _find_bad_parts(call: CapturedCall) -> list[SamplePart]:
+def _find_nonfinite_sample_parts(call: CapturedCall) -> list[SamplePart]:
     """Parts of a call's arguments with values that are not finite or whose square overflows fp32."""
-    if not call.is_intact:  # overwritten arguments are no longer those of the call
+    if not call.has_unmodified_arguments:  # overwritten arguments are no longer those of the call
         return []
     return [
         part
-        for parts in iter_parts(call.arguments)
+        for parts in iter_sample_parts(call.arguments)
         for part in parts
         if part.values.is_floating_point() and find_bad_rows(part.values.reshape(1, -1))
     ]
@@ -299,14 +299,14 @@ def _add_failing_rows(
 ) -> Diagnosis:
     """Add to a diagnosis the samples that fail when run individually, unless every sample does."""
 
-    def fails(micro_batch: MicroBatch) -> bool:
+    def is_replay_nonfinite(micro_batch: MicroBatch) -> bool:
         return not replay_micro_batch(micro_batch, model).is_healthy(needs_gradient=False)
 
     # Run every sample by itself.
     singles = [failed.select_sample(row) for row in range(len(failed.ids))]
-    failing = [single for single in singles if fails(single)]
+    failing = [single for single in singles if is_replay_nonfinite(single)]
     # If every sample fails, and a healthy one of the step before too, none of them is the cause.
-    if len(failing) == len(singles) and (healthy is None or fails(healthy.select_sample(0))):
+    if len(failing) == len(singles) and (healthy is None or is_replay_nonfinite(healthy.select_sample(0))):
         return diagnosis
     return replace(diagnosis, sample_ids=tuple(single.ids[0] for single in failing))
 

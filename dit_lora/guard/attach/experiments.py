@@ -19,7 +19,7 @@ _TORCH_ATTRIBUTES = ("_parameters", "_buffers", "_modules")
 
 
 @contextmanager
-def preserve_state(models: Sequence[nn.Module]) -> Iterator[None]:
+def preserve_model_and_rng_state(models: Sequence[nn.Module]) -> Iterator[None]:
     """Restore everything that running models changes, apart from gradients, when the context ends.
 
     Covers buffers, plain attributes and the contents of lists, dicts and sets of every module, and the states of
@@ -48,8 +48,8 @@ def preserve_state(models: Sequence[nn.Module]) -> Iterator[None]:
         if numpy is not None:
             numpy.random.set_state(numpy_state)
         for saved in attributes:
-            saved.restore()
-        buffers.restore()
+            saved.restore_attributes()
+        buffers.restore_buffers()
 
 
 class _AttributeBackup:
@@ -71,7 +71,7 @@ class _AttributeBackup:
                 self._contents.append((value, copy.copy(value)))
         self._names = set(vars(module))
 
-    def restore(self) -> None:
+    def restore_attributes(self) -> None:
         attributes = vars(self._module)
         attributes.update(self._values)
         # Remove attributes that did not exist before.
@@ -102,7 +102,7 @@ class _BufferBackup:
                 self._saved_buffers.append((module, name, buffer, values))
 
     @torch.no_grad()
-    def restore(self) -> None:
+    def restore_buffers(self) -> None:
         for module, name, buffer, values in self._saved_buffers:
             # A forward may have replaced the buffer by another tensor.
             if module._buffers.get(name) is not buffer:

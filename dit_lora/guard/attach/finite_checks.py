@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dit_lora.config.optimizers import collect_names
+from dit_lora.config.optimizers import collect_optimizer_names
 from dit_lora.errors import DitLoraError
 from dit_lora.guard.attach.finite_values import SQUARE_LIMIT, is_finite_tensor, to_strided_real
 from dit_lora.numerics.dtensors import get_local_tensor
@@ -30,7 +30,7 @@ _MAX_JOINED_TENSORS = 256  # tensors, of up to 64 MiB together
 _get_gradient = attrgetter("grad")
 _get_address = torch.Tensor.data_ptr
 _SQUARED_STATE = (
-    *collect_names(lambda record: record.squared_state),
+    *collect_optimizer_names(lambda record: record.squared_state),
     # Of torch's optimizers without a record: Adam with amsgrad, RMSprop and Adadelta, Adagrad, Adafactor.
     *("max_exp_avg_sq", "square_avg", "sum", "row_var", "col_var", "variance"),
 )
@@ -153,7 +153,7 @@ class OptimizerChecks:
             return False
         large = [grad for p in self._large if (grad := p.grad) is not None]
         if large:
-            norms += self._find_peak([], large)
+            norms += self._compute_peak_magnitude([], large)
         # The sum of norms bounds the largest magnitude. NaN fails both comparisons.
         return 0 < norms < SQUARE_LIMIT
 
@@ -174,9 +174,9 @@ class OptimizerChecks:
         small = [grad for p in self._small if (grad := p.grad) is not None]
         large = [grad for p in self._large if (grad := p.grad) is not None]
         with torch.no_grad():
-            return self._find_peak(small, large)
+            return self._compute_peak_magnitude(small, large)
 
-    def _find_peak(self, tensors: list[torch.Tensor], large_tensors: Sequence[torch.Tensor]) -> float:
+    def _compute_peak_magnitude(self, tensors: list[torch.Tensor], large_tensors: Sequence[torch.Tensor]) -> float:
         """Largest magnitude among gradients or weights of the parameters."""
         if not tensors and not large_tensors:
             return 0.0
@@ -225,8 +225,8 @@ class OptimizerChecks:
     def has_finite_weights(self) -> bool:
         if not self._can_join:
             with torch.no_grad():
-                return isfinite(self._find_peak([*self._small, *self._large], []))
-        if not self._has_current_views():
+                return isfinite(self._compute_peak_magnitude([*self._small, *self._large], []))
+        if not self._do_views_share_memory():
             # A flat view shares the weight's memory, so views have to be made only once.
             joined = [p for p in self._small if p.is_contiguous()]
             unjoined = [p for p in self._small if not p.is_contiguous()] + self._large
@@ -241,9 +241,9 @@ class OptimizerChecks:
             norm = float(torch.linalg.vector_norm(flat))
             if not isfinite(norm) and not isfinite(float(flat.abs().max())):
                 return False
-        return not self._unjoined or isfinite(self._find_peak([], self._unjoined))
+        return not self._unjoined or isfinite(self._compute_peak_magnitude([], self._unjoined))
 
-    def _has_current_views(self) -> bool:
+    def _do_views_share_memory(self) -> bool:
         """False if a parameter has been moved to other memory with `.data`, so that views of it are outdated.
 
         Each call checks the first weight and an eighth of all weights.

@@ -54,7 +54,7 @@ def find_bad_tensors(value: Any, tolerated_names: Collection[str], scalar_names:
     return bad
 
 
-def find_infinite_names(model: torch.nn.Module) -> list[str]:
+def find_infinite_tensor_names(model: torch.nn.Module) -> list[str]:
     """Names of a model's weights and buffers that hold Inf but no NaN, as masks do."""
     # NaN is never intended; Inf may be, as in attention masks.
     named = [*model.named_parameters(), *model.named_buffers()]

@@ -20,14 +20,14 @@ from torch import nn
 
 from dit_lora.config.recovery_settings import LoopConfig, RecoveryConfig
 from dit_lora.errors import DitLoraError, format_list
-from dit_lora.guard.attach.accelerator_adapter import Host, unwrap_optimizer
+from dit_lora.guard.attach.accelerator_adapter import LoopProcessContext, unwrap_optimizer
 from dit_lora.guard.attach.calls.call_log import CallLog
 from dit_lora.guard.attach.calls.discover_models import ModelDiscovery
 from dit_lora.guard.attach.containment import try_or_warn
-from dit_lora.guard.attach.find_models import describe_models
+from dit_lora.guard.attach.find_newly_trained_models import describe_models
 from dit_lora.guard.attach.finite_checks import CHECKS, validate_check_names
-from dit_lora.guard.attach.guard_json import GuardFile
-from dit_lora.guard.attach.interception import Interceptions
+from dit_lora.guard.attach.guard_json import GuardJsonFile
+from dit_lora.guard.attach.interception import MethodInterceptions
 from dit_lora.guard.attach.loop_events import EVENTS
 from dit_lora.guard.attach.loop_recovery import LoopRecovery
 from dit_lora.guard.attach.monitoring import HealthyStepChecks
@@ -60,7 +60,7 @@ class _GuardReference:
         return type(None), ()
 
 
-class _GatedMethod:
+class _SkippableStepMethod:
     """Replacement for the `step` of a schedule or moving average, which does nothing for a skipped step."""
 
     def __init__(self, owner: Any, should_skip: Callable[[Any], bool]) -> None:
@@ -82,7 +82,7 @@ class Guard:
 
     def __init__(
         self,
-        host: Host,
+        host: LoopProcessContext,
         models: Sequence[nn.Module],
         optimizers: Sequence[Any],
         *,
@@ -92,15 +92,15 @@ class Guard:
         discovery: ModelDiscovery | None = None,
     ) -> None:
         self._host = host
-        self._interceptions = Interceptions()
-        self._gated_methods: list[_GatedMethod] = []
+        self._interceptions = MethodInterceptions()
+        self._gated_methods: list[_SkippableStepMethod] = []
         # The watched models fill in the parameters.
         self._state = LoopState({}, optimizers, interval_steps=config.snapshot_every)
         if discovery is None:
             discovery = ModelDiscovery(CallLog(EVENTS.batches), dict)
         self._watched = WatchedModels(host, models, self._state, discovery, compares_frozen="frozen" in checks)
         self._state.get_models = lambda: self._watched.models
-        self._file = GuardFile(host, folder)
+        self._file = GuardJsonFile(host, folder)
         self._recovery = LoopRecovery(
             host,
             self._state,
@@ -108,7 +108,7 @@ class Guard:
             folder,
             self._watched,
             SampleNamer(EVENTS.batches),
-            on_event=self._write_counts,
+            on_event=self._write_step_counts,
             guard_id=self._file.id,
         )
         self._config, self._checks = config, checks
@@ -231,8 +231,8 @@ class Guard:
         parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
         if not parameters:
             raise DitLoraError("Guard: give an optimizer with parameters; got none")
-        host = Host(accelerator, parameters[0].device)
-        host.detect_shared_training(parameters)
+        host = LoopProcessContext(accelerator, parameters[0].device)
+        host.detect_distributed_training(parameters)
         guard = cls(
             host,
             models,
@@ -281,7 +281,7 @@ class Guard:
             yield
         except IndexError:
             # PyTorch's error names neither the sample nor the table.
-            offenders = try_or_warn(self._watched.find_out_of_range, "an index out of range")
+            offenders = try_or_warn(self._watched.find_out_of_range_ids, "an index out of range")
             if offenders:
                 self._recovery.log(format_list("guard: no table of the model has these indices", offenders))
             raise
@@ -303,7 +303,7 @@ class Guard:
     def add_schedule(self, schedule: Any) -> None:
         """Hold a learning rate schedule in skipped steps too, and restore it together with the weights."""
         self._state.schedules.append(schedule)
-        self._gate_step(schedule)
+        self._make_step_skippable(schedule)
 
     def is_watching(self, optimizer: Any) -> bool:
         """True if this guard watches the optimizer."""
@@ -312,9 +312,9 @@ class Guard:
     def detach(self) -> None:
         """Stop guarding the training loop, and report the number of steps that were not taken."""
         self._log_summary()
-        EVENTS.remove(self._step_hooks)
-        self._watched.stop()
-        self._interceptions.undo()
+        EVENTS.unregister_loop_listener(self._step_hooks)
+        self._watched.stop_recording_calls()
+        self._interceptions.restore_originals()
         for watched in self._step_hooks.optimizers:
             # Without this reference the guard can be freed.
             vars(watched.inner).pop(_GUARD_ATTRIBUTE, None)
@@ -329,13 +329,13 @@ class Guard:
                 weight or a buffer, which snapshots do not hold.
         """
         self._step_hooks.require_finite()
-        self._write_counts()
+        self._write_step_counts()
 
     def check_state(self) -> None:
         """Check like `require_finite`, but only log what cannot be restored. Collective."""
         check = partial(self._step_hooks.require_finite, may_raise=False)
         try_or_warn(check, "looking at what is trained", reraised=(NonFiniteError,))
-        self._write_counts()
+        self._write_step_counts()
 
     def format_summary(self) -> str | None:
         """Summary of the steps that were not taken, on one line; None if all were taken."""
@@ -354,38 +354,38 @@ class Guard:
             interceptions.intercept_method(watched.optimizer, "load_state_dict", hooks.load_state)
             # A script may drop the guard object, so it has to live as long as the optimizer.
             setattr(watched.inner, _GUARD_ATTRIBUTE, _GuardReference(self))
-        self._watched.on_refresh = self._refresh_models
-        self._refresh_models()
+        self._watched.on_refresh = self._refresh_watched_models
+        self._refresh_watched_models()
         for owner in [*schedules, *_to_list(ema)]:
-            self._gate_step(owner)
+            self._make_step_skippable(owner)
         self._state.ema = ema
         self._state.schedules = [*(accelerator._schedulers if accelerator else []), *schedules]
         # Take a snapshot of the start, so that a failure in the first steps can be undone.
         if not self._host.uses_deepspeed:  # its optimizer state is the engine's
-            self._state.take(0)
+            self._state.take_snapshot(0)
         # Events of the process come only now, when everything that handles them exists.
-        EVENTS.add(hooks)
-        EVENTS.follow_accelerate()
+        EVENTS.register_loop_listener(hooks)
+        EVENTS.follow_accelerate_loaders()
 
-    def _gate_step(self, owner: Any) -> None:
+    def _make_step_skippable(self, owner: Any) -> None:
         """Make the `step` of a learning rate schedule or moving average do nothing in a skipped step."""
-        gated = _GatedMethod(owner, self._step_hooks.should_skip_update)
+        gated = _SkippableStepMethod(owner, self._step_hooks.should_skip_update)
         self._gated_methods.append(gated)
         self._interceptions.intercept_method(owner, "step", gated.step)
 
-    def _refresh_models(self) -> None:
-        self._step_hooks.refresh()
-        self._file.update(
+    def _refresh_watched_models(self) -> None:
+        self._step_hooks.refresh_optimizer_parameters()
+        self._file.write_guard_entry(
             models=describe_models(self._watched.models),
             optimizers=[type(unwrap_optimizer(optimizer)).__name__ for optimizer in self._state.optimizers],
             checks=sorted(self._checks),
             settings=asdict(self._config),
         )
 
-    def _write_counts(self, **facts: Any) -> None:
+    def _write_step_counts(self, **facts: Any) -> None:
         budget = self._recovery.budget
         disabled = sorted(self._watched.disabled_names)
-        self._file.update(taken=budget.num_taken, lost=budget.num_lost, switched_off=disabled, **facts)
+        self._file.write_guard_entry(taken=budget.num_taken, lost=budget.num_lost, switched_off=disabled, **facts)
 
     def _end_training(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try_or_warn(self._log_summary, "closing the guard")
@@ -393,7 +393,7 @@ class Guard:
 
     def _log_summary(self) -> None:
         self._healthy_checks.close()
-        self._write_counts(ended=True)
+        self._write_step_counts(ended=True)
         line = self.format_summary()
         # Log once: the end of training and `detach` may both call this.
         if line and not self._has_logged_summary:

@@ -12,11 +12,11 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dit_lora.files import read_inside, write_atomically
+from dit_lora.files import read_file_inside_folder, write_atomically
 from dit_lora.parsing import parse_json
 
 if TYPE_CHECKING:  # the report reads these files without torch
-    from dit_lora.guard.attach.accelerator_adapter import Host
+    from dit_lora.guard.attach.accelerator_adapter import LoopProcessContext
 
 _LOG = logging.getLogger("dit_lora")
 FILE_NAME = "guard.json"
@@ -25,10 +25,10 @@ FORMAT_VERSION = 1
 _PACKAGES = ("torch", "accelerate", "diffusers", "peft", "transformers", "safetensors", "triton")
 
 
-class GuardFile:
+class GuardJsonFile:
     """Writes one guard's entry in guard.json of its folder. Only the main process writes."""
 
-    def __init__(self, host: "Host", folder: Path | None) -> None:
+    def __init__(self, host: "LoopProcessContext", folder: Path | None) -> None:
         self.id = secrets.token_hex(4)
         """Identifies this guard's events among those of other guards in the same folder."""
         self._host = host
@@ -46,7 +46,7 @@ class GuardFile:
             "ended": False,
         }
 
-    def update(self, **facts: Any) -> None:
+    def write_guard_entry(self, **facts: Any) -> None:
         """Update the guard's entry in guard.json and write it.
 
         If the folder cannot be written, logs that once and goes on.
@@ -55,7 +55,7 @@ class GuardFile:
         if self._path is None or self._host.rank != 0:
             return
         # Keep what other guards of this folder have written; this guard's entry moves to the end.
-        other_entries = [entry for entry in read_entries(self._path.parent) if entry["id"] != self.id]
+        other_entries = [entry for entry in read_guard_entries(self._path.parent) if entry["id"] != self.id]
         content = {"format": FORMAT_VERSION, "starts": [*other_entries, self._entry]}
         try:
             write_atomically(self._path, dumps(content, indent=1) + "\n")
@@ -65,10 +65,10 @@ class GuardFile:
             self._path = None
 
 
-def read_entries(folder: Path) -> list[dict[str, Any]]:
+def read_guard_entries(folder: Path) -> list[dict[str, Any]]:
     """The entries of guard.json, the most recently written last; empty if the file cannot be read."""
     try:
-        content = parse_json(read_inside(folder, folder / FILE_NAME))
+        content = parse_json(read_file_inside_folder(folder, folder / FILE_NAME))
     except (OSError, ValueError):
         return []
     # A file of another program or a torn one counts as empty.

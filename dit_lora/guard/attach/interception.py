@@ -56,7 +56,7 @@ class _WeakHandler:
         self.owner: weakref.ref[Any] = weakref.ref(method.__self__)
         self.function: Callable[..., Any] = method.__func__
 
-    def refers_to(self, handler: Handler) -> bool:
+    def references_handler(self, handler: Handler) -> bool:
         method: Any = handler
         return self.owner() is method.__self__ and self.function is method.__func__
 
@@ -89,7 +89,7 @@ class _ClassMethodPatch:
             exclude_from_dynamo(original)
 
         @functools.wraps(self._original)
-        def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def call_with_handlers(self: Any, *args: Any, **kwargs: Any) -> Any:
             # dynamo evaluates is_compiling() to True, so that it traces only the original.
             if is_compiling():
                 return original(self, *args, **kwargs)
@@ -105,10 +105,10 @@ class _ClassMethodPatch:
             return call(*args, **kwargs)
 
         # As the first frame of a compiled region, this frame runs uncompiled and the frames below it are compiled.
-        exclude_from_dynamo(replacement)
-        return replacement
+        exclude_from_dynamo(call_with_handlers)
+        return call_with_handlers
 
-    def add(self, owner: Any, handler: Handler) -> None:
+    def add_handler(self, owner: Any, handler: Handler) -> None:
         key = id(owner)
         if key not in self.handlers:
             handlers = self.handlers
@@ -120,11 +120,11 @@ class _ClassMethodPatch:
             self.handlers[key] = (weakref.ref(owner, remove_entry), [])
         self.handlers[key][1].append(_WeakHandler(handler))
 
-    def remove(self, key: int, handler: Handler) -> None:
+    def remove_handler(self, key: int, handler: Handler) -> None:
         entry = self.handlers.get(key)
         if entry is not None:
             # Handlers whose owner is gone are removed too.
-            entry[1][:] = [h for h in entry[1] if h.owner() is not None and not h.refers_to(handler)]
+            entry[1][:] = [h for h in entry[1] if h.owner() is not None and not h.references_handler(handler)]
             if not entry[1]:
                 del self.handlers[key]
         # If other code has patched on top of this patch, leave it: it passes every call on.
@@ -140,8 +140,8 @@ class _ClassMethodPatch:
 _class_patches: dict[tuple[type, str], _ClassMethodPatch] = {}
 
 
-class Interceptions:
-    """The methods and functions that one guard intercepts; `undo` restores them in reverse order."""
+class MethodInterceptions:
+    """The methods and functions that one guard intercepts; `restore_originals` restores them in reverse order."""
 
     def __init__(self) -> None:
         self._undo_functions: list[Callable[[], None]] = []
@@ -158,9 +158,9 @@ class Interceptions:
         patch = _class_patches.get((type(owner), name))
         if patch is None:
             patch = _class_patches[type(owner), name] = _ClassMethodPatch(type(owner), name)
-        patch.add(owner, handler)
+        patch.add_handler(owner, handler)
         key = id(owner)
-        self._undo_functions.append(lambda: patch.remove(key, handler))
+        self._undo_functions.append(lambda: patch.remove_handler(key, handler))
 
     def intercept_class_method(self, cls: type, name: str, handler: Handler) -> None:
         """Call `handler(original, self, ...)` instead of a method, for every object of the class."""
@@ -174,27 +174,27 @@ class Interceptions:
         weak_handler = _WeakHandler(handler)
 
         @functools.wraps(original)
-        def replacement(*args: Any, **kwargs: Any) -> Any:
+        def call_handler(*args: Any, **kwargs: Any) -> Any:
             owner = None if is_compiling() else weak_handler.owner()
             if owner is None:
                 return original(*args, **kwargs)
             return weak_handler.function(owner, original, *args, **kwargs)
 
-        exclude_from_dynamo(replacement)
-        setattr(holder, name, replacement)
+        exclude_from_dynamo(call_handler)
+        setattr(holder, name, call_handler)
 
-        def restore() -> None:
+        def restore_function() -> None:
             # Other code has replaced it since, and may call this replacement: leave it.
-            if vars(holder).get(name) is not replacement:
+            if vars(holder).get(name) is not call_handler:
                 return
             if is_defined:
                 setattr(holder, name, original)
             else:
                 delattr(holder, name)
 
-        self._undo_functions.append(restore)
+        self._undo_functions.append(restore_function)
 
-    def undo(self) -> None:
+    def restore_originals(self) -> None:
         while self._undo_functions:
             # The newest first, so that nested replacements come off in the right order.
             self._undo_functions.pop()()
@@ -202,23 +202,23 @@ class Interceptions:
     def _intercept_attribute(self, owner: Any, name: str, handler: Handler) -> None:
         original = vars(owner)[name]
         handlers = [_WeakHandler(handler)]
-        # Do not keep the object alive until `undo`.
+        # Do not keep the object alive until `restore_originals`.
         owner_ref = weakref.ref(owner)
 
         # `functools.wraps` keeps the attributes that torch's schedules look for.
         @functools.wraps(original)
-        def replacement(*args: Any, **kwargs: Any) -> Any:
+        def call_handler(*args: Any, **kwargs: Any) -> Any:
             live = handlers[0].owner() if handlers else None
             if live is None:
                 return original(*args, **kwargs)
             return handlers[0].function(live, original, *args, **kwargs)
 
-        setattr(owner, name, replacement)
+        setattr(owner, name, call_handler)
 
-        def restore() -> None:
+        def restore_attribute() -> None:
             handlers.clear()
             live = owner_ref()
-            if live is not None and vars(live).get(name) is replacement:
+            if live is not None and vars(live).get(name) is call_handler:
                 setattr(live, name, original)
 
-        self._undo_functions.append(restore)
+        self._undo_functions.append(restore_attribute)

@@ -15,16 +15,16 @@ from typing import Any, ClassVar
 import torch
 
 from dit_lora.config.recovery_settings import RecoveryConfig
-from dit_lora.errors import DitLoraError, format_kind, format_list, format_remaining_count
+from dit_lora.errors import DitLoraError, format_event_kind, format_list, format_remaining_count
 from dit_lora.files import append_line
-from dit_lora.guard.attach.accelerator_adapter import Host
+from dit_lora.guard.attach.accelerator_adapter import LoopProcessContext
 from dit_lora.guard.attach.bundles import BundleWriter
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
-from dit_lora.guard.attach.diagnose_calls import CallDiagnoser, diagnose_missing_call, diagnose_state
+from dit_lora.guard.attach.diagnose_calls import CallDiagnoser, diagnose_state, make_missing_call_diagnosis
 from dit_lora.guard.attach.name_samples import SampleNamer
 from dit_lora.guard.attach.samples.loaded_batches import LoadedBatches
 from dit_lora.guard.attach.samples.row_names import is_micro_batch_row
-from dit_lora.guard.attach.save_weights import save_trained
+from dit_lora.guard.attach.save_weights import save_trained_weights
 from dit_lora.guard.attach.skip_budget import SkipBudget
 from dit_lora.guard.attach.training_state import LoopState
 from dit_lora.guard.attach.watched_models import WatchedModels
@@ -96,7 +96,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
     # The guard cannot repeat a step of a loop that it does not run, nor take samples out of its data.
     unsupported_actions: ClassVar[frozenset[str]] = frozenset({"retry", "quarantine"})
 
-    host: Host
+    host: LoopProcessContext
     state: LoopState
     config: RecoveryConfig
     folder: Path | None
@@ -130,8 +130,8 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
             NonFiniteError: On every rank, if the recovery actions include `stop` and no other fits.
         """
         self._is_independent = self.host.is_independent
-        with self.host.limit_collectives():
-            action = self.resolve(failure)
+        with self.host.use_training_process_group():
+            action = self.diagnose_and_recover(failure)
         self.on_event()
         return action.restored_step is not None
 
@@ -152,29 +152,33 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
     def gather_diagnoses(
         self, failure: LoopFailure, results: Sequence[RankDiagnosis[CapturedCall]]
     ) -> list[Diagnosis]:
-        return super().gather_diagnoses(failure, results) or [diagnose_missing_call(failure.step, self.host.rank)]
+        return super().gather_diagnoses(failure, results) or [
+            make_missing_call_diagnosis(failure.step, self.host.rank)
+        ]
 
     def choose_action(self, failure: LoopFailure, diagnoses: Sequence[Diagnosis]) -> Action:
         # A known bad sample needs neither a new action nor a new message.
         self._is_known_failure = not failure.has_bad_weights(diagnoses) and self.budget.has_known_causes(diagnoses)
         # Check this before known samples: while every step is lost, for any reason, nothing is trained.
-        if self._can_stop and self.budget.is_stuck(self.config.max_skips):
+        if self._can_stop and self.budget.has_too_many_lost_steps(self.config.max_skips):
             return Action("stop", reason=f"none of the last {self.budget.num_consecutive_lost} steps was taken")
         if self._is_known_failure or failure.raised_by_torch:
             return Action("skip")
         # In a guarded loop `max_skips` limits recent failures with new causes, not all skips.
         self._policy.skips = self.budget.count_recent_incidents(failure.step)
-        if self._may_be_temporary(failure, diagnoses):
+        if self._is_possibly_temporary_failure(failure, diagnoses):
             return Action("skip")
         # Samples that were named before; a second failure with other noise makes them the cause.
         skipped = [sample for event in self.events for sample in event["sample_ids"]]
-        action = self._policy.choose(failure.step, diagnoses, skipped)
+        action = self._policy.choose_and_count_action(failure.step, diagnoses, skipped)
         # Without `stop` in `on_nonfinite` the loop must go on.
         if action.kind == "stop" and not self._can_stop and not failure.required:
             return Action("skip", reason=action.reason)
         return action
 
-    def replace_impossible(self, failure: LoopFailure, action: Action, diagnoses: Sequence[Diagnosis]) -> Action:
+    def replace_impossible_action(
+        self, failure: LoopFailure, action: Action, diagnoses: Sequence[Diagnosis]
+    ) -> Action:
         """Replace a recovery action that needs a snapshot by a skip or stop, if no finite snapshot is held.
 
         Collective.
@@ -191,13 +195,15 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         if self._is_known_failure:  # a known sample already has a bundle
             return None
         facts = self._make_bundle_facts(source)
-        return self._bundles.write(source, event.to_record(), facts, is_shared=self.collective_forward)
+        return self._bundles.write_call_bundle(source, event.to_record(), facts, is_shared=self.collective_forward)
 
     def write_gradient_bundle(
         self, calls: Sequence[CapturedCall], gradients: Mapping[str, torch.Tensor], dtype: torch.dtype, event: Event
     ) -> str | None:
         """Write a bundle of a step whose gradient is wrong. Returns its relative path, or None."""
-        return self._bundles.write_step(calls, gradients, dtype, event.to_record(), self._make_bundle_facts(calls[0]))
+        return self._bundles.write_gradient_step_bundle(
+            calls, gradients, dtype, event.to_record(), self._make_bundle_facts(calls[0])
+        )
 
     def _make_bundle_facts(self, source: CapturedCall) -> dict[str, Any]:
         # Record the switches that were off before this event's action.
@@ -211,10 +217,10 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         if failure.kind == ALTERED_FROZEN and action.kind != "stop":
             return Action("report", description=_FROZEN_HINT, facts={"guard": self.guard_id})
         if action.kind == "skip" and not failure.between_steps:
-            self.budget.count_skipped(failure.step, diagnoses)
+            self.budget.count_skipped_step(failure.step, diagnoses)
         # A check between steps loses no step.
         elif not failure.between_steps:
-            self.budget.count_lost(failure.step, diagnoses)
+            self.budget.count_lost_step(failure.step, diagnoses)
         # Restore before a stop too: the run must end with good weights.
         has_bad_state = failure.has_bad_weights(diagnoses)
         restored_step = self._restore_snapshot() if has_bad_state or action.kind == "rollback" else None
@@ -269,12 +275,12 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
             if not self.host.uses_deepspeed:  # its engine holds them
                 folder = self.folder if self.folder is not None else self.host.folder
                 weights = {name: p.detach() for name, p in self.state.parameters.items()}
-                location = save_trained(weights, folder, step, is_main=self.host.rank == 0)
+                location = save_trained_weights(weights, folder, step, is_main=self.host.rank == 0)
                 state += f"; {location}" if location else ""
         if failure.kind == ALTERED_FROZEN:
             state += f"; {_FROZEN_HINT}"
         self.on_event()
-        head = f"guard: step {failure.step}: {format_kind(failure.kind)}"
+        head = f"guard: step {failure.step}: {format_event_kind(failure.kind)}"
         message = f"{head}; {state}; stopped: {action.reason}"
         return NonFiniteError(format_list(message, self.format_diagnoses(diagnoses)), event.to_record())
 
@@ -288,12 +294,12 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
             # Loops without a DataLoader have no dataset index that could be missing.
             if self.namer.batches.has_batches:
                 names = [f"{n} (its dataset index is not known)" if is_micro_batch_row(n) else n for n in names]
-            named.append(diagnosis.with_sample_ids(tuple(names)))
+            named.append(diagnosis.replace_sample_ids(tuple(names)))
         return format_diagnosis_lines(named, is_single_rank=self.host.num_ranks == 1)
 
     # Reports on steps that are taken
 
-    def report_save(self, step: int, path: str, bad: str) -> None:
+    def report_nonfinite_save(self, step: int, path: str, bad: str) -> None:
         """Report that the loop is about to save values that are not finite."""
         message = f"{path or 'a file'} is saved with values that are not finite: {bad}"
         self._report(step, "non_finite_save", message)
@@ -316,7 +322,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
     def reset_zero_gradients(self) -> None:
         self._num_zero_gradients = 0
 
-    def report_loss_scale(self, step: int, scale: float) -> None:
+    def report_low_loss_scale(self, step: int, scale: float) -> None:
         """Report that a gradient scaler has lowered its loss scale until gradients no longer fit fp16.
 
         Raises:
@@ -330,9 +336,9 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
             self._has_logged_scale = True
             self._report(step, "loss_scale", message)
 
-    def report_loss(self, failure: LoopFailure, *, is_on_this_rank: bool) -> None:
+    def report_nonfinite_loss(self, failure: LoopFailure, *, is_on_this_rank: bool) -> None:
         """Report why a rank's loss is not finite though every gradient is. The step is taken. Collective."""
-        with self.host.limit_collectives():
+        with self.host.use_training_process_group():
             results = self._diagnose(failure)
             # If this rank's loss is finite, its own replays explain nothing; those made with all ranks still count.
             if not is_on_this_rank and not self.collective_forward:
@@ -344,7 +350,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         head = f"guard: step {failure.step}: the loss is not finite, but every gradient is; the step was taken"
         self.log(format_list(head, self.format_diagnoses(diagnoses)))
 
-    def restore_on_this_rank(self, step: int) -> None:
+    def restore_snapshot_on_this_rank(self, step: int) -> None:
         """Restore the newest good snapshot on this rank, which is about to save bad weights. Not collective.
 
         If other ranks have bad weights too, they find them at their next step and restore the same snapshot.
@@ -400,11 +406,11 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         )
         results = [
             entry
-            for rank_calls in self.watched.share_calls(calls, failure.controls)
+            for rank_calls in self.watched.gather_calls_to_diagnose(calls, failure.controls)
             for entry in diagnoser.diagnose_micro_batches(rank_calls)
         ]
         if state is None:
-            return results or [RankDiagnosis(diagnose_missing_call(step, rank))]
+            return results or [RankDiagnosis(make_missing_call_diagnosis(step, rank))]
         # A bad sample leaves NaN in a buffer that the model writes to. Report the buffer only if no sample is bad.
         sample_results = [entry for entry in results if entry.diagnosis.cause in _SAMPLE_CAUSES]
         if sample_results:
@@ -413,7 +419,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         message = state.message.replace("; the checkpoint or memory is damaged", "; the model itself writes to it")
         return [RankDiagnosis(replace(state, cause="unknown", message=message, evidence={}))]
 
-    def _may_be_temporary(self, failure: LoopFailure, diagnoses: Sequence[Diagnosis]) -> bool:
+    def _is_possibly_temporary_failure(self, failure: LoopFailure, diagnoses: Sequence[Diagnosis]) -> bool:
         """True if the step after a failed one may be healthy, because the failure is not tied to a sample.
 
         If no sample is named, or every sample fails, a replay cannot show whether only this step fails. A loop in fp16
@@ -439,7 +445,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         if step is None:
             return None
         try:
-            self.state.restore(step)
+            self.state.restore_snapshot(step)
         except DitLoraError as problem:  # a tensor has changed its shape or dtype
             self.host.log(f"guard: {problem}")
             return None

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from dit_lora.config.recovery_settings import LoopConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.files import append_line
-from dit_lora.guard.attach.accelerator_adapter import Host
+from dit_lora.guard.attach.accelerator_adapter import LoopProcessContext
 from dit_lora.guard.attach.calls.gradient_check import GradientBundleWriter, LoopGradientCheck
 from dit_lora.guard.attach.calls.outermost_calls import OutermostCall, add_listener, remove_listener
 from dit_lora.guard.attach.guard_json import STATISTICS_FILE
@@ -49,7 +49,7 @@ class HealthyStepChecks:
 
     def __init__(
         self,
-        host: Host,
+        host: LoopProcessContext,
         watched: WatchedModels,
         config: LoopConfig,
         folder: Path | None,
@@ -106,7 +106,7 @@ class HealthyStepChecks:
         self._monitor = Monitor(self._watched.joint_context.model, interval_steps=1)
         self._hooks.enter_context(self._monitor.record_outputs())
 
-    def record_gradients(self, parameters: Parameters) -> None:
+    def measure_gradient_norms(self, parameters: Parameters) -> None:
         """Measure the gradient norms of a step, once and before clipping."""
         if self._monitor is not None and not self._has_gradients:
             self._monitor.record_gradient_norms()
@@ -122,7 +122,7 @@ class HealthyStepChecks:
         if self._should_run_preflight:
             self._run_preflight(step, optimizer, parameters)
         if self._spikes is not None:
-            self._observe_spikes(self._spikes, step, losses)
+            self._detect_metric_spikes(self._spikes, step, losses)
         self._gradient_norm = None
         # With several optimizers, the first one ends the forward passes and starts the update.
         if self._monitor is not None and not self._measured_step:
@@ -130,10 +130,10 @@ class HealthyStepChecks:
             self._monitor.before_update()
             self._measured_step = step
 
-    def discard_step(self) -> None:
+    def discard_step_statistics(self) -> None:
         """Discard the gradient norm and statistics measured in a failed step."""
         self._gradient_norm = None
-        self._reset()
+        self._reset_step_statistics()
 
     def before_step(self) -> None:
         """Write the statistics of the previous step, once its last optimizer has stepped. Collective."""
@@ -143,19 +143,19 @@ class HealthyStepChecks:
         self._last_written_step = step
         assert monitor is not None  # it has looked at what is updated
         monitor.after_update()
-        modules, hidden = monitor.collect(), monitor.find_hidden_infinities()
-        self._reset()
+        modules, hidden = monitor.collect_module_statistics(), monitor.find_hidden_infinities()
+        self._reset_step_statistics()
         if modules and self._host.rank == 0 and self._folder is not None:
             line = {"step": step, "guard": self._guard_id, "modules": modules}
             self._folder.mkdir(parents=True, exist_ok=True)
             append_line(self._folder / STATISTICS_FILE, json.dumps(line))
         if hidden:
-            self._report(make_hidden_infinity_event(step, hidden))
+            self._report_guard_event(make_hidden_infinity_event(step, hidden))
 
     def close(self) -> None:
         remove_listener(self._record_attention)
         self.before_step()
-        self._reset()
+        self._reset_step_statistics()
 
     @contextmanager
     def _record_attention(self, call: OutermostCall) -> Iterator[None]:
@@ -163,7 +163,7 @@ class HealthyStepChecks:
             yield
         self._attention_calls += calls
 
-    def _reset(self) -> None:
+    def _reset_step_statistics(self) -> None:
         self._hooks.close()
         self._monitor, self._has_gradients, self._measured_step = None, False, 0
 
@@ -178,7 +178,7 @@ class HealthyStepChecks:
         is_sharded = any(isinstance(gradient, DTensor) for gradient in gradients)
         return combine_shard_norms(norm) if is_sharded else norm
 
-    def _observe_spikes(self, spikes: SpikeDetector, step: int, losses: Sequence[torch.Tensor]) -> None:
+    def _detect_metric_spikes(self, spikes: SpikeDetector, step: int, losses: Sequence[torch.Tensor]) -> None:
         device = self._host.device
         means = [loss.detach().float().mean().to(device) for loss in losses]
         # (2,): sum and number of losses, so that one all-reduce gives the mean over ranks.
@@ -190,9 +190,9 @@ class HealthyStepChecks:
         if self._gradient_norm is not None:
             series["grad_norm"] = float(self._gradient_norm)
         for name, value in series.items():
-            spike = spikes.observe(name, value)
+            spike = spikes.add_value_and_detect(name, value)
             if spike is not None:
-                self._report(make_observation_event(step, "spike", spike.message))
+                self._report_guard_event(make_observation_event(step, "spike", spike.message))
 
     def _run_preflight(self, step: int, optimizer: Any, parameters: Parameters) -> None:
         """Run the preflight checks after the first healthy step.
@@ -214,7 +214,9 @@ class HealthyStepChecks:
         ]
         for finding in findings:
             if not finding.ok:
-                self._report(make_observation_event(step, "preflight", f"{finding.check}: {finding.message}"))
+                self._report_guard_event(
+                    make_observation_event(step, "preflight", f"{finding.check}: {finding.message}")
+                )
         self._disable_backends(step, find_wrong_backends(attention))
         duration_s = time.perf_counter() - start_s
         self._host.log(f"guard: {len(findings)} checks at the first healthy step, {duration_s:.1f} s")
@@ -230,9 +232,9 @@ class HealthyStepChecks:
             fallbacks[name].disable()
             self._watched.disabled_names.add(name)
             message = f"{name} differs from fp64 at this model's own calls; switched off for this run"
-            self._report(make_kernel_event(step, "preflight", message, name, cause="attention_backend"))
+            self._report_guard_event(make_kernel_event(step, "preflight", message, name, cause="attention_backend"))
 
-    def _report(self, event: Event) -> None:
+    def _report_guard_event(self, event: Event) -> None:
         """Log an event and write it to events.jsonl."""
         self._write(replace(event, facts={"guard": self._guard_id}))
         self._host.log(f"guard: step {event.step}: {event.message}")

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from dit_lora.guard.attach.calls.call_batch import CallBatch
+from dit_lora.guard.attach.calls.call_batch import RecordedCallMicroBatch
 from dit_lora.guard.attach.calls.call_rows import (
-    RowCutter,
+    SampleExtractor,
     SamplePart,
     collect_named_tensors,
     count_samples,
-    iter_parts,
+    iter_sample_parts,
 )
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
 from dit_lora.guard.attach.samples.loaded_batches import LoadedBatches
@@ -29,7 +29,7 @@ class SampleNamer:
 
     batches: LoadedBatches
 
-    def find_name(self, call: CapturedCall, part: SamplePart) -> str | None:
+    def find_sample_name(self, call: CapturedCall, part: SamplePart) -> str | None:
         """Name of the sample that a part of a call belongs to: set by the loop, or a proven dataset index.
 
         None if unknown.
@@ -38,7 +38,7 @@ class SampleNamer:
         if call.sample_names and part.row is not None and len(call.sample_names) == part.num_parts:
             return call.sample_names[part.row]
         name = self.batches.find_item_name(part.values)
-        return name if name is not None else self.batches.find_single_item(call.argument_ids)
+        return name if name is not None else self.batches.find_single_item_name(call.argument_ids)
 
     def use_file_names(self, samples: Mapping[str, str], bad: Sequence[SamplePart]) -> dict[str, str]:
         """Replace row numbers in a diagnosis by file names, for datasets that return ready batches.
@@ -62,7 +62,7 @@ class SampleNamer:
             return call
         names_by_argument = [
             [self.batches.find_item_name(part.values) for part in parts]
-            for parts in iter_parts(call.arguments)
+            for parts in iter_sample_parts(call.arguments)
             if parts and parts[0].row is not None
         ]
         names: list[str] = []
@@ -80,7 +80,7 @@ class SampleNamer:
         only to the loss. An item is named if its loaded values are bad and the number of bad rows is the number of bad
         items or the size of the batch.
         """
-        parts = (part for parts in iter_parts(call.arguments) for part in parts)
+        parts = (part for parts in iter_sample_parts(call.arguments) for part in parts)
         numbers = {self.batches.find_batch_number(part.values) for part in parts} - {None}
         # The order of batches is used only if no argument lies in the memory of one.
         number = call.batch_number
@@ -97,20 +97,20 @@ class SampleNamer:
 
         For models that need several samples at once, such as those with batch norm.
         """
-        cutter = call.make_cutter()
+        cutter = call.get_sample_extractor()
         if cutter is None or not 2 <= call.num_samples <= _MAX_REPLACED:
             return None
         # Rows whose replacement makes the whole call healthy.
-        fixing_rows = [row for row in range(call.num_samples) if _heals_when_replaced(call, row, cutter, model)]
+        fixing_rows = [row for row in range(call.num_samples) if _is_healthy_with_other_row(call, row, cutter, model)]
         # Repeat the test: a random failure must not name a sample.
-        if len(fixing_rows) != 1 or not _heals_when_replaced(call, fixing_rows[0], cutter, model):
+        if len(fixing_rows) != 1 or not _is_healthy_with_other_row(call, fixing_rows[0], cutter, model):
             return None
         # The unchanged call has to fail still, or the replacements have shown nothing.
-        if _is_healthy(call, model):
+        if _is_replay_finite(call, model):
             return None
         if call.sample_names:
             return call.sample_names[fixing_rows[0]]
-        return self._name_row(call, fixing_rows[0], None, model, cutter)
+        return self._find_row_name(call, fixing_rows[0], None, model, cutter)
 
     def name_failing_rows(
         self,
@@ -130,10 +130,10 @@ class SampleNamer:
         """
         if call.sample_names:
             return tuple(failing)
-        cutter = call.make_cutter()
+        cutter = call.get_sample_extractor()
         rows = [micro_batch.ids.index(name) for name in failing if name in micro_batch.ids]
         # A batch of one item leaves no doubt about the sample.
-        single = self.batches.find_single_item(call.argument_ids)
+        single = self.batches.find_single_item_name(call.argument_ids)
         if single is not None:
             return (single,)
         if cutter is None or not rows:
@@ -141,21 +141,23 @@ class SampleNamer:
         healthy_row = next((row for row in range(call.num_samples) if row not in rows), None)
         healthy: CapturedCall | None = None
         if healthy_row is not None:
-            healthy = call.select_row(healthy_row, cutter)
-        elif control is not None and (control_cutter := control.make_cutter()) is not None:
-            healthy = control.select_row(0, control_cutter)
-        return tuple(self._name_row(call, row, healthy, model, cutter) for row in rows)
+            healthy = call.select_sample_row(healthy_row, cutter)
+        elif control is not None and (control_cutter := control.get_sample_extractor()) is not None:
+            healthy = control.select_sample_row(0, control_cutter)
+        return tuple(self._find_row_name(call, row, healthy, model, cutter) for row in rows)
 
-    def _name_row(
-        self, call: CapturedCall, row: int, healthy: CapturedCall | None, model: nn.Module, cutter: RowCutter
+    def _find_row_name(
+        self, call: CapturedCall, row: int, healthy: CapturedCall | None, model: nn.Module, cutter: SampleExtractor
     ) -> str:
         row_tensors = call.collect_row_tensors()
         if healthy is not None and len(row_tensors) > 1:
-            single = call.select_row(row, cutter)
+            single = call.select_sample_row(row, cutter)
             # Arguments whose exchange with a healthy sample moves the failure.
-            failing_paths = [path for path in row_tensors if _carries_failure(single, healthy, path, model)]
+            failing_paths = [
+                path for path in row_tensors if _is_argument_cause_of_failure(single, healthy, path, model)
+            ]
             # The failure comes with the output's gradient, so no argument identifies the sample.
-            if len(failing_paths) != 1 and _gradient_carries_failure(single, healthy, model):
+            if len(failing_paths) != 1 and _is_gradient_cause_of_failure(single, healthy, model):
                 return call.ids[row]
             if len(failing_paths) == 1:
                 row_tensors = {failing_paths[0]: row_tensors[failing_paths[0]]}
@@ -165,16 +167,16 @@ class SampleNamer:
         return name if name is not None else call.ids[row]
 
 
-def _heals_when_replaced(call: CapturedCall, row: int, cutter: RowCutter, model: nn.Module) -> bool:
+def _is_healthy_with_other_row(call: CapturedCall, row: int, cutter: SampleExtractor, model: nn.Module) -> bool:
     # Any other row of the same call will do.
     source = next(candidate for candidate in range(call.num_samples) if candidate != row)
     arguments = cutter.replace_row(call.arguments, row, source)
     if arguments is None:
         return False
-    return _is_healthy(replace(call, args=arguments[0], kwargs=arguments[1]), model)
+    return _is_replay_finite(replace(call, args=arguments[0], kwargs=arguments[1]), model)
 
 
-def _carries_failure(failed: CapturedCall, healthy: CapturedCall, path: str, model: nn.Module) -> bool:
+def _is_argument_cause_of_failure(failed: CapturedCall, healthy: CapturedCall, path: str, model: nn.Module) -> bool:
     """True if an argument carries the failure of a row.
 
     Exchanging the argument between a failing and a healthy row then exchanges which of them fails.
@@ -188,16 +190,16 @@ def _carries_failure(failed: CapturedCall, healthy: CapturedCall, path: str, mod
         or failed_tensor.dtype != healthy_tensor.dtype
     ):
         return False
-    return _is_healthy(_replace_tensor(failed, failed_tensor, healthy_tensor), model) and not _is_healthy(
+    return _is_replay_finite(_replace_tensor(failed, failed_tensor, healthy_tensor), model) and not _is_replay_finite(
         _replace_tensor(healthy, healthy_tensor, failed_tensor), model
     )
 
 
-def _gradient_carries_failure(failed: CapturedCall, healthy: CapturedCall, model: nn.Module) -> bool:
+def _is_gradient_cause_of_failure(failed: CapturedCall, healthy: CapturedCall, model: nn.Module) -> bool:
     failed_gradients, healthy_gradients = failed.output_gradients, healthy.output_gradients
     if len(failed_gradients) != len(healthy_gradients) or not failed.has_gradient or not healthy.has_gradient:
         return False
-    return _is_healthy(replace(failed, output_gradients=healthy_gradients), model)
+    return _is_replay_finite(replace(failed, output_gradients=healthy_gradients), model)
 
 
 def _replace_tensor(call: CapturedCall, tensor: torch.Tensor, replacement: torch.Tensor) -> CapturedCall:
@@ -205,7 +207,7 @@ def _replace_tensor(call: CapturedCall, tensor: torch.Tensor, replacement: torch
     return replace(call, args=args, kwargs=kwargs)
 
 
-def _is_healthy(call: CapturedCall, model: nn.Module) -> bool:
+def _is_replay_finite(call: CapturedCall, model: nn.Module) -> bool:
     # The step does not matter: the call carries its own random state.
-    micro_batch = CallBatch.from_call(call, model, step=0, micro_step=0, rank=0)
+    micro_batch = RecordedCallMicroBatch.from_call(call, model, step=0, micro_step=0, rank=0)
     return replay_micro_batch(micro_batch, model).is_healthy(needs_gradient=False)

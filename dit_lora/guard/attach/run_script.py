@@ -30,7 +30,7 @@ from dit_lora.guard.attach.calls.discover_models import ModelDiscovery
 from dit_lora.guard.attach.calls.outermost_calls import OutermostCall, add_listener, remove_listener
 from dit_lora.guard.attach.containment import try_or_warn
 from dit_lora.guard.attach.guard import Guard
-from dit_lora.guard.attach.interception import Interceptions
+from dit_lora.guard.attach.interception import MethodInterceptions
 from dit_lora.guard.attach.loop_events import EVENTS
 from dit_lora.guard.finite_gate import NonFiniteError
 from dit_lora.numerics.ranks import get_process_index
@@ -65,8 +65,8 @@ def run_script(
     command = SubprocessGuard(script, module, ["-m", "dit_lora.guard", *options, *name])
     with script_guard.watch_script(), command.guard_subprocesses():
         run_as_main(script, arguments, module=module)
-        script_guard.end()
-    return script_guard.guards
+        script_guard.check_state_at_script_end()
+    return script_guard.active_guards
 
 
 def run_as_main(script: str, arguments: Sequence[str], *, module: bool = False) -> None:
@@ -143,19 +143,19 @@ class SubprocessGuard:
 
     @contextmanager
     def guard_subprocesses(self) -> Iterator[None]:
-        interceptions = Interceptions()
+        interceptions = MethodInterceptions()
         interceptions.intercept_class_method(subprocess.Popen, "__init__", self._intercept_popen)
         try:
             yield
         finally:
-            interceptions.undo()
+            interceptions.restore_originals()
 
     def _intercept_popen(
         self, original: Callable[..., None], process: Any, args: Any, *popen_args: Any, **kwargs: Any
     ) -> None:
-        original(process, self._add_guard(args), *popen_args, **kwargs)
+        original(process, self._add_guard_to_command(args), *popen_args, **kwargs)
 
-    def _add_guard(self, command: Any) -> Any:
+    def _add_guard_to_command(self, command: Any) -> Any:
         # Only a command that starts with this interpreter is taken for the script itself.
         if not isinstance(command, (list, tuple)) or list(command[:1]) != [sys.executable]:
             return command
@@ -193,8 +193,8 @@ class ScriptGuard:
         self._folder = folder
         self._log = log
         self._guards: list[weakref.ref[Guard]] = []
-        self._interceptions = Interceptions()
-        self._first_steps = Interceptions()
+        self._interceptions = MethodInterceptions()
+        self._first_steps = MethodInterceptions()
         self._unguarded: list[tuple[weakref.ref[torch.optim.Optimizer], _FirstStepHook]] = []
         """Optimizers that are not guarded yet."""
         self._discovery: ModelDiscovery | None = None
@@ -203,7 +203,7 @@ class ScriptGuard:
         self._num_optimizers = 0
 
     @property
-    def guards(self) -> list[Guard]:
+    def active_guards(self) -> list[Guard]:
         """Guards in this script that are still alive. A guard ends with its optimizers."""
         return [guard for ref in self._guards if (guard := ref()) is not None]
 
@@ -214,22 +214,22 @@ class ScriptGuard:
         self._interceptions.intercept_class_method(LRScheduler, "__init__", self._intercept_schedule_init)
         EVENTS.after_backward.append(self._start_if_gradients)
         try:
-            with EVENTS.intercept():
+            with EVENTS.intercept_loop_functions():
                 yield
         finally:
             EVENTS.after_backward.remove(self._start_if_gradients)
-            remove_listener(self._check_call)
+            remove_listener(self._start_guard_before_call)
             if self._discovery is not None:
-                self._discovery.stop()
+                self._discovery.stop_recording_calls()
                 self._discovery = None
-            for guard in self.guards:
+            for guard in self.active_guards:
                 try_or_warn(guard.detach, "ending the guard")
-            self._first_steps.undo()
-            self._interceptions.undo()
+            self._first_steps.restore_originals()
+            self._interceptions.restore_originals()
 
-    def end(self) -> None:
+    def check_state_at_script_end(self) -> None:
         """Check the trained state at the end of a script, and report optimizers that were not guarded."""
-        for guard in self.guards:
+        for guard in self.active_guards:
             guard.check_state()
         for optimizer in self._list_unguarded():
             self._log(f"not guarded: {type(optimizer).__name__}, because no model that it trains was called")
@@ -253,15 +253,15 @@ class ScriptGuard:
         if any(ref() is optimizer for ref, _ in self._unguarded):  # its constructor ran twice
             return
         self._num_optimizers += 1
-        EVENTS.follow_accelerate()  # by now it is imported, if the loop uses it
+        EVENTS.follow_accelerate_loaders()  # by now it is imported, if the loop uses it
         first_step = _FirstStepHook(self, optimizer)
         self._unguarded.append((weakref.ref(optimizer), first_step))
         # A loop that calls its model only in a closure is first seen in the optimizer's step.
         self._first_steps.intercept_method(optimizer, "step", first_step.step)
         if self._discovery is None:
             self._discovery = ModelDiscovery(CallLog(EVENTS.batches), dict)
-            self._discovery.start()
-        add_listener(self._check_call)
+            self._discovery.start_recording_calls()
+        add_listener(self._start_guard_before_call)
 
     def _intercept_schedule_init(
         self, original: Callable[..., None], schedule: Any, *args: Any, **kwargs: Any
@@ -271,12 +271,12 @@ class ScriptGuard:
 
     def _record_schedule(self, schedule: LRScheduler) -> None:
         self._schedules.append(weakref.ref(schedule))
-        for guard in self.guards:
+        for guard in self.active_guards:
             if guard.is_watching(schedule.optimizer):
                 guard.add_schedule(schedule)
 
     @contextmanager
-    def _check_call(self, call: OutermostCall) -> Iterator[None]:
+    def _start_guard_before_call(self, call: OutermostCall) -> Iterator[None]:
         """Start guarding if the called module has parameters that an optimizer trains."""
         try_or_warn(lambda: self._start_if_trained(call.module), "beginning the guard")
         yield
@@ -297,13 +297,13 @@ class ScriptGuard:
     def _start_guard(self) -> None:
         optimizers = self._list_unguarded()
         self._unguarded.clear()
-        remove_listener(self._check_call)
+        remove_listener(self._start_guard_before_call)
         discovery, self._discovery = self._discovery, None
         try_or_warn(
             lambda: self._create_guard(optimizers, discovery), "beginning the guard", reraised=(NonFiniteError,)
         )
         # Undo only now: a loop that holds the bound method `optimizer.step` must reach the guard's replacement.
-        self._first_steps.undo()
+        self._first_steps.restore_originals()
 
     def _create_guard(self, optimizers: Sequence[torch.optim.Optimizer], discovery: ModelDiscovery | None) -> None:
         accelerator = _find_accelerator(optimizers)

@@ -9,7 +9,7 @@ from dit_lora.files import write_atomically
 from dit_lora.numerics.dtensors import gather_tensors
 
 
-def save_trained(weights: Mapping[str, torch.Tensor], folder: Path, step: int, *, is_main: bool) -> str:
+def save_trained_weights(weights: Mapping[str, torch.Tensor], folder: Path, step: int, *, is_main: bool) -> str:
     """Write trained weights to a safetensors file and return a message with its path. Collective for sharded weights.
 
     If the disk cannot be written or safetensors is missing, the message says so, and the reason for the stop is still

@@ -6,7 +6,7 @@ from typing import Any
 from dit_lora.guard.attach.accelerator_adapter import unwrap_optimizer
 
 
-class StepCounter:
+class OptimizerStepCounter:
     """Counts each optimizer's steps, and remembers which optimizers were skipped last."""
 
     def __init__(self) -> None:
@@ -17,7 +17,7 @@ class StepCounter:
         self._steps_at_advance: dict[int, int] = {}
         """The optimizer's step count when a schedule last advanced, by the schedule's id."""
 
-    def count(self, optimizer: Any, *, skipped: bool) -> None:
+    def count_optimizer_step(self, optimizer: Any, *, skipped: bool) -> None:
         """Count a step of an optimizer, which is passed without Accelerate's wrapper."""
         key = id(optimizer)
         self._num_steps[key] += 1
@@ -26,7 +26,7 @@ class StepCounter:
         else:
             self._skipped_ids.discard(key)
 
-    def should_skip(self, owner: Any) -> bool | None:
+    def should_skip_schedule_step(self, owner: Any) -> bool | None:
         """True if a learning rate schedule is about to advance for a skipped step.
 
         None if its optimizer has not stepped, or if it has none. A schedule that advances once after several steps, as

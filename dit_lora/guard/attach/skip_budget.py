@@ -46,16 +46,16 @@ class SkipBudget:
         """Number of the last 100 steps that failed for a new reason, which `max_skips` limits."""
         return sum(incident > step - _WINDOW_STEPS for incident in self._incident_steps)
 
-    def is_stuck(self, max_skips: int) -> bool:
+    def has_too_many_lost_steps(self, max_skips: int) -> bool:
         """True if so many consecutive steps were lost that nothing is being trained."""
         return self.num_consecutive_lost >= max(_MIN_STUCK_STEPS, max_skips)
 
-    def count_skipped(self, step: int, diagnoses: Sequence[Diagnosis]) -> None:
+    def count_skipped_step(self, step: int, diagnoses: Sequence[Diagnosis]) -> None:
         named = _list_named_samples(diagnoses)
         # A known bad sample that returns in each epoch is not a new incident.
         if not named or set(named) - self._steps_by_sample.keys():
             self._incident_steps.append(step)
-        self.count_lost(step, diagnoses)
+        self.count_lost_step(step, diagnoses)
         # Only samples that are bad as stored will fail again for certain.
         self._known_bad_samples |= {
             sample
@@ -65,7 +65,7 @@ class SkipBudget:
             if sample in named
         }
 
-    def count_lost(self, step: int, diagnoses: Sequence[Diagnosis]) -> None:
+    def count_lost_step(self, step: int, diagnoses: Sequence[Diagnosis]) -> None:
         """Count a step that was lost, because not all of its optimizers have taken it, for any recovery action."""
         named = _list_named_samples(diagnoses)
         # Another optimizer took this step before this one failed: it no longer counts as taken.
@@ -75,7 +75,7 @@ class SkipBudget:
         self._num_unnamed += not named
         self._steps_by_sample.update(named)
 
-    def count_taken(self, step: int) -> None:
+    def count_taken_step(self, step: int) -> None:
         self._last_taken_step = step
         self.num_taken += 1
         self.num_consecutive_lost = 0

@@ -4,7 +4,7 @@ from math import isfinite
 
 import torch
 
-from dit_lora.guard.attach.accelerator_adapter import Host
+from dit_lora.guard.attach.accelerator_adapter import LoopProcessContext
 from dit_lora.guard.attach.finite_checks import compute_max_magnitude
 from dit_lora.guard.attach.finite_values import is_finite_tensor
 from dit_lora.guard.attach.loop_recovery import BAD_WEIGHTS
@@ -19,7 +19,7 @@ _GROWTH_FACTOR = 100.0
 class StateChecks:
     """Checks of a loop's trained weights, optimizer state, moving averages and frozen weights."""
 
-    def __init__(self, host: Host, state: LoopState, watched: WatchedModels) -> None:
+    def __init__(self, host: LoopProcessContext, state: LoopState, watched: WatchedModels) -> None:
         self._host = host
         self._state = state
         self._watched = watched
@@ -28,20 +28,20 @@ class StateChecks:
 
     def has_damaged_state(self) -> bool:
         """True if this rank's trained state is not finite, or memory has altered an element of it. Cheap."""
-        peak = compute_max_magnitude(self._state.drop_infinite(self._state.collect_tensors()).values())
+        peak = compute_max_magnitude(self._state.exclude_infinite_state(self._state.collect_tensors()).values())
         previous_peak, self._peak = self._peak, peak
         if not isfinite(peak):
             return True
         # Looking at single elements is slow, so do it only after a jump.
         return peak > _GROWTH_FACTOR * previous_peak > 0 and bool(describe_altered_state(self._watched.joint_context))
 
-    def has_bad_moment(self) -> bool:
+    def has_nonfinite_moment(self) -> bool:
         """True if this rank's optimizer state has a non-finite value in a tensor of a weight's shape, as a moment."""
         # Moments have the shape of their weight; scalars such as step counts do not matter here.
         shapes = {parameter.shape for parameter in self._state.parameters.values()}
         return not all(
             is_finite_tensor(tensor)
-            for tensor in self._state.drop_infinite(self._state.collect_optimizer_tensors()).values()
+            for tensor in self._state.exclude_infinite_state(self._state.collect_optimizer_tensors()).values()
             if tensor.ndim and tensor.shape in shapes
         )
 
@@ -50,7 +50,7 @@ class StateChecks:
         joint = self._watched.joint_context
         peak = compute_weight_peak(self._state.parameters.values())
         failures = [
-            not all(map(is_finite_tensor, self._state.drop_infinite(self._state.collect_tensors()).values())),
+            not all(map(is_finite_tensor, self._state.exclude_infinite_state(self._state.collect_tensors()).values())),
             bool(describe_altered_state(joint)),
             is_unusable_magnitude(peak, joint.start_peak),
         ]
@@ -59,9 +59,11 @@ class StateChecks:
         kinds = (BAD_WEIGHTS, "altered_state", "diverged_weights")
         return next((kind for kind, flag in zip(kinds, flags, strict=True) if flag), None)
 
-    def has_damaged_frozen(self) -> bool:
+    def has_damaged_frozen_tensor(self) -> bool:
         """True if a frozen weight or a buffer changed without any code writing to it, on any rank. Collective."""
         record = self._watched.frozen_record
         # If the loop has frozen or unfrozen weights since, the record is rebuilt at its next step.
-        is_current = not self._watched.has_changed()
-        return self._host.is_true_on_any_rank(record is not None and is_current and record.has_damage())
+        is_current = not self._watched.has_new_trained_parameters()
+        return self._host.is_true_on_any_rank(
+            record is not None and is_current and record.has_corrupted_frozen_tensor()
+        )

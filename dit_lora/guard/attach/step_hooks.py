@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dit_lora.errors import join_first
-from dit_lora.guard.attach.accelerator_adapter import Host, has_found_infinity
+from dit_lora.errors import join_first_items
+from dit_lora.guard.attach.accelerator_adapter import LoopProcessContext, has_found_infinity
 from dit_lora.guard.attach.calls.backward_passes import BackwardPasses
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
 from dit_lora.guard.attach.containment import try_or_warn, warn_on_error
@@ -25,7 +25,7 @@ from dit_lora.guard.attach.finite_values import find_bad_tensors, is_finite_tens
 from dit_lora.guard.attach.loop_events import EVENTS
 from dit_lora.guard.attach.loop_recovery import ALTERED_FROZEN, BAD_WEIGHTS, LoopFailure, LoopRecovery
 from dit_lora.guard.attach.monitoring import HealthyStepChecks
-from dit_lora.guard.attach.scheduler_gating import StepCounter
+from dit_lora.guard.attach.scheduler_gating import OptimizerStepCounter
 from dit_lora.guard.attach.state_checks import StateChecks
 from dit_lora.guard.attach.training_state import LoopState
 from dit_lora.guard.attach.watched_models import WatchedModels
@@ -65,7 +65,7 @@ class StepHooks:
 
     def __init__(
         self,
-        host: Host,
+        host: LoopProcessContext,
         watched: WatchedModels,
         recovery: LoopRecovery,
         checks: frozenset[str],
@@ -97,7 +97,7 @@ class StepHooks:
         self._has_failed = False
         """True once an optimizer of the current step had bad gradients: the other optimizers share the cause."""
         self._has_new_backward = False
-        self._step_counter = StepCounter()
+        self._step_counter = OptimizerStepCounter()
         self._scaler_has_skipped = False
         """True if a gradient scaler has skipped the current step, which is then closed already."""
         self._is_snapshot_due = False
@@ -119,10 +119,10 @@ class StepHooks:
             self._healthy_checks.before_call(self.number)
         self._watched.before_call()
 
-    def refresh(self) -> None:
+    def refresh_optimizer_parameters(self) -> None:
         """Update the recorded parameters of each optimizer, after the watched models have changed."""
         self._num_parameters = self._watched.count_parameters()
-        self._state.record_infinite()
+        self._state.record_infinite_state()
         names = {id(p): name for name, p in self._state.parameters.items()}
         self._tolerated = {name for names in self._watched.infinities.values() for name in names}
         self._scalars = {
@@ -151,8 +151,8 @@ class StepHooks:
         if self._is_diagnosing:
             return
         self._has_new_backward = True
-        if self._passes.begin_backward(tensors):
-            self._watched.log.renew_gradients()
+        if self._passes.record_backward_start(tensors):
+            self._watched.log.record_gradient_reset()
             for watched in self.optimizers:
                 watched.checks.bad_before_clipping = []
 
@@ -163,7 +163,7 @@ class StepHooks:
     def before_gradient_norm(self) -> None:
         """Measure gradients whose norm is about to be computed for clipping."""
         if not self._is_diagnosing:
-            self._healthy_checks.record_gradients(self._state.parameters)
+            self._healthy_checks.measure_gradient_norms(self._state.parameters)
 
     def on_bad_norm(self, *, raises: bool) -> None:
         """Record the bad gradients after their norm was Inf or NaN. If torch raises for it, log the cause now."""
@@ -202,22 +202,22 @@ class StepHooks:
             if self._host.num_ranks == 1:
                 self._recover(self.optimizers[0], BAD_WEIGHTS, between_steps=True)
             elif not self._watched.collective_forward:
-                self._recovery.restore_on_this_rank(self.number)
+                self._recovery.restore_snapshot_on_this_rank(self.number)
         bad = find_bad_tensors(value, self._tolerated | self._state.infinite_names, self._scalars)
         if bad:
-            self._recovery.report_save(self.number, path, join_first(bad, 5))
+            self._recovery.report_nonfinite_save(self.number, path, join_first_items(bad, 5))
 
     def require_finite(self, *, may_raise: bool = True) -> None:
         """Recover if any rank's trained state is bad; report changed frozen weights and buffers."""
         kind = self._state_checks.find_failure_kind()
-        if kind is None and not self._was_loaded and self._state_checks.has_damaged_frozen():
+        if kind is None and not self._was_loaded and self._state_checks.has_damaged_frozen_tensor():
             kind = ALTERED_FROZEN
         if kind is not None:
             self._recover(self.optimizers[0], kind, between_steps=True, required=may_raise)
 
     def should_skip_update(self, owner: Any) -> bool:
         """True if a learning rate schedule or moving average is about to advance for a skipped step."""
-        is_skipped = self._step_counter.should_skip(owner)
+        is_skipped = self._step_counter.should_skip_schedule_step(owner)
         return self.was_skipped if is_skipped is None else is_skipped  # an average has no optimizer
 
     # One optimizer step
@@ -233,7 +233,7 @@ class StepHooks:
         if closure is not None and callable(closure):
             return self._step_with_closure(watched, original, closure, args, kwargs)
         if self._should_skip(watched):
-            self._step_counter.count(watched.inner, skipped=True)
+            self._step_counter.count_optimizer_step(watched.inner, skipped=True)
             return None
         # The snapshot copy runs in parallel with forward and backward; wait for it before weights are overwritten.
         self._state.snapshots.before_update()
@@ -252,7 +252,7 @@ class StepHooks:
         if kind is None:
             return False
         if self._has_failed:
-            self._mark_optimizers()
+            self._report_step_to_accelerate()
             self._end_step(is_taken=False)
             return True
         self._has_failed = True
@@ -282,8 +282,8 @@ class StepHooks:
         self._has_failed = False
         self._passes.is_idle = self._passes.has_stepped
         self._healthy_checks.before_step()
-        self._refresh_models()
-        self._healthy_checks.record_gradients(self._state.parameters)
+        self._refresh_snapshot_if_changed()
+        self._healthy_checks.measure_gradient_norms(self._state.parameters)
 
     @warn_on_error("judging a step", reraised=(NonFiniteError,))
     def _check_step(self, watched: WatchedOptimizer) -> str | None:
@@ -321,12 +321,12 @@ class StepHooks:
         ):
             self._num_reports += 1
             failure = self._make_failure(self.optimizers[0], "non_finite_loss")
-            with self._mark_diagnosing():
-                self._recovery.report_loss(failure, is_on_this_rank=bad_loss)
+            with self._mark_guard_activity():
+                self._recovery.report_nonfinite_loss(failure, is_on_this_rank=bad_loss)
         if not is_zero:
             self._recovery.reset_zero_gradients()
         elif "zero_gradient" in self._checks and not bad_loss and not self._has_failed and not self._passes.is_idle:
-            calls = self._watched.log.get_current()
+            calls = self._watched.log.get_current_calls()
             # The loss asks for a change if a nonzero gradient reached a model's output.
             if any(bool(g.any()) for call in calls for g in call.output_gradients if g is not None):
                 self._recovery.report_zero_gradient(self._checked_step)
@@ -339,10 +339,10 @@ class StepHooks:
         gradient_check = self._healthy_checks.gradient_check
         # Several optimizers of a step share its model calls.
         if gradient_check is not None and len(self._stepped_ids) == 1:
-            with self._mark_diagnosing():
+            with self._mark_guard_activity():
                 # With several optimizers, as in a GAN, gradients of one may stay during the other's steps.
                 cleared_names = [name for name, _ in watched.checks.parameters] if len(self.optimizers) == 1 else []
-                gradient_check.check_step(self._checked_step, self._watched.log.get_current(), cleared_names)
+                gradient_check.check_step(self._checked_step, self._watched.log.get_current_calls(), cleared_names)
         return None
 
     @warn_on_error("looking at weights", reraised=(NonFiniteError,))
@@ -359,8 +359,8 @@ class StepHooks:
         if watched.is_accelerated:
             scaler = self._host.scaler
             if scaler is not None and watched.optimizer.step_was_skipped and scaler.get_scale() < _MIN_SCALE:
-                self._recovery.report_loss_scale(self.number, scaler.get_scale())
-        self._step_counter.count(watched.inner, skipped=not is_good)
+                self._recovery.report_low_loss_scale(self.number, scaler.get_scale())
+        self._step_counter.count_optimizer_step(watched.inner, skipped=not is_good)
 
     def _step_with_closure(
         self,
@@ -392,7 +392,7 @@ class StepHooks:
         try:
             result = original(*args, **kwargs)
         except _SkipStepError:
-            self._step_counter.count(watched.inner, skipped=True)
+            self._step_counter.count_optimizer_step(watched.inner, skipped=True)
             return loss
         self._after_step(watched)
         return result
@@ -422,7 +422,7 @@ class StepHooks:
 
     def _after_scaler_skip(self, watched: WatchedOptimizer, scale: float) -> None:
         self._begin_step(watched)
-        calls = [call for call in self._watched.log.get_current() if call.outputs]
+        calls = [call for call in self._watched.log.get_current_calls() if call.outputs]
         # A scaled loss may overflow to Inf, but it is NaN only if an earlier value was bad.
         is_bad = any(not call.has_finite_output for call in calls) or any(
             bool(loss.isnan()) for loss in self._passes.losses
@@ -430,11 +430,11 @@ class StepHooks:
         if self._host.is_true_on_any_rank(is_bad):
             self._recover(watched, "non_finite_loss")
         elif scale < _MIN_SCALE:
-            self._recovery.report_loss_scale(self.number, scale)
+            self._recovery.report_low_loss_scale(self.number, scale)
         else:
             self.was_skipped = False  # the schedule moves, as it does without the guard
         self._end_step(is_taken=False)
-        self._step_counter.count(watched.inner, skipped=self.was_skipped)
+        self._step_counter.count_optimizer_step(watched.inner, skipped=self.was_skipped)
 
     # DeepSpeed
 
@@ -455,23 +455,23 @@ class StepHooks:
     def _has_bad_weights(self) -> bool:
         return any(not watched.checks.has_finite_weights() for watched in self.optimizers)
 
-    def _refresh_models(self) -> None:
+    def _refresh_snapshot_if_changed(self) -> None:
         """Take a new snapshot if other models are trained, new models were found, or weights were loaded."""
         has_new = self._num_parameters != self._watched.count_parameters()
         if has_new or any(watched.checks.has_unfrozen_parameter for watched in self.optimizers):
-            self._watched.refresh()
+            self._watched.refresh_trained_models()
             self._was_loaded = True
         # The first step shows which models the loss comes through.
-        self._was_loaded |= self._watched.find_models()
+        self._was_loaded |= self._watched.find_newly_trained_models()
         if self.number == 2:  # the first step made the optimizers' state
-            self._state.record_infinite()
+            self._state.record_infinite_state()
         if self.number == 1:  # a model may have been wrapped in DDP since the guard started
-            self._host.detect_shared_training(list(self._state.parameters.values()))
+            self._host.detect_distributed_training(list(self._state.parameters.values()))
         if self._was_loaded:
             self._was_loaded = self._is_snapshot_due = False
             self._recorded_step = self.number
             self._state.drop_snapshots()
-            self._state.take(self.number - 1)
+            self._state.take_snapshot(self.number - 1)
             self._watched.rebuild_contexts()
 
     def _take_due_snapshot(self) -> bool:
@@ -482,9 +482,9 @@ class StepHooks:
         self._is_snapshot_due = False
         is_bad = "weights" in self._checks and self._state_checks.has_damaged_state()
         if not self._host.is_true_on_any_rank(is_bad):
-            self._state.take(self.number - 1)
+            self._state.take_snapshot(self.number - 1)
             return False
-        return self._host.is_true_on_any_rank(self._state_checks.has_bad_moment())
+        return self._host.is_true_on_any_rank(self._state_checks.has_nonfinite_moment())
 
     def _diagnose_before_error(self, kind: str) -> None:
         """Log the cause of a failed step for which torch is about to raise an error."""
@@ -501,7 +501,7 @@ class StepHooks:
         return LoopFailure(
             self._checked_step,
             kind,
-            self._watched.log.get_current(),
+            self._watched.log.get_current_calls(),
             tuple(gradients) if is_named or len(gradients) == 1 else (),
             dict(self._controls),
             has_nonfinite_weights="weights" in self._checks and self._has_bad_weights(),
@@ -510,11 +510,11 @@ class StepHooks:
     def _recover(self, watched: WatchedOptimizer, kind: str, **changes: Any) -> None:
         """Diagnose a failed step and recover. Raises `NonFiniteError` on every rank if the recovery is a stop."""
         self.was_skipped = True
-        self._healthy_checks.discard_step()
+        self._healthy_checks.discard_step_statistics()
         failure = replace(self._make_failure(watched, kind), **changes)
         if failure.between_steps:
             failure = replace(failure, step=self.number)
-        with self._mark_diagnosing():
+        with self._mark_guard_activity():
             has_restored = self._recovery.recover(failure)
         # If nothing could be restored, the loop goes on as without a guard.
         self.was_skipped = not self._recovery.has_given_up
@@ -527,10 +527,10 @@ class StepHooks:
                 grad = parameter.grad
                 if grad is not None and id(parameter) not in owned and not is_finite_tensor(grad):
                     grad.zero_()
-        self._mark_optimizers()
+        self._report_step_to_accelerate()
 
     @contextmanager
-    def _mark_diagnosing(self) -> Iterator[None]:
+    def _mark_guard_activity(self) -> Iterator[None]:
         """Mark steps, backward passes and saves inside the context as the guard's and not the loop's."""
         self._is_diagnosing = True
         try:
@@ -545,21 +545,21 @@ class StepHooks:
         self._watched.log.is_step_over = self._passes.has_stepped = True
         if is_taken:
             self.was_skipped = False
-            self._mark_optimizers()
-            for call in self._watched.log.get_current():
-                if call.is_intact:  # to compare a failing call with
+            self._report_step_to_accelerate()
+            for call in self._watched.log.get_current_calls():
+                if call.has_unmodified_arguments:  # to compare a failing call with
                     self._controls[id(call.owner)] = call
             if syncs and is_first:
-                self._recovery.budget.count_taken(self._checked_step)
+                self._recovery.budget.count_taken_step(self._checked_step)
                 record = self._watched.frozen_record
                 # A record created during a step has not seen all of that step.
                 if record is not None and not record.is_calibrated and self.number > self._recorded_step:
-                    record.calibrate()
-                self._is_snapshot_due |= self._state.is_due(self.number)
+                    record.exclude_changed_tensors()
+                self._is_snapshot_due |= self._state.is_snapshot_due(self.number)
         if is_first:
             self.number += int(syncs)
 
-    def _mark_optimizers(self) -> None:
+    def _report_step_to_accelerate(self) -> None:
         """Tell Accelerate's schedules whether the optimizer's step was taken; a scaler does so itself."""
         if self._host.accelerator is None:
             return

@@ -15,7 +15,7 @@ from dit_lora.guard.state_checks import compute_decay_share
 from dit_lora.numerics.dtensors import get_local_tensor
 from dit_lora.numerics.finite import is_finite
 from dit_lora.numerics.layouts import get_strided_values
-from dit_lora.numerics.optimizer_numbers import convert_to_tensor, read_group_numbers, restore_scalars
+from dit_lora.numerics.optimizer_numbers import convert_to_tensor, read_group_numbers, restore_saved_scalars
 
 _MAX_BUFFER_BYTES = 64 * 2**20
 
@@ -44,7 +44,10 @@ class LoopState:
         self.ema: MovingAverage | None = None
         self._ema_steps: dict[int, int] = {}
         self.snapshots = Snapshots(
-            self.collect_tensors, interval_steps=max(interval_steps, 1), max_snapshots=1, write_back=self._write_back
+            self.collect_tensors,
+            interval_steps=max(interval_steps, 1),
+            max_snapshots=1,
+            write_back=self._restore_optimizer_numbers,
         )
         self._schedule_states: dict[int, dict[str, Any]] = {}
         """States of the schedules at the snapshot's step, by the schedule's id."""
@@ -73,7 +76,7 @@ class LoopState:
         averages = {f"ema/{number}": tensor for number, tensor in enumerate(shadow)}
         return {**weights, **self.collect_optimizer_tensors(), **averages}
 
-    def record_infinite(self) -> None:
+    def record_infinite_state(self) -> None:
         """Record which optimizer state is infinite from the start. torch's optimizers have no such state."""
         for name, tensor in self.collect_optimizer_tensors().items():
             if name.startswith("group ") and bool(torch.isinf(tensor).any()):
@@ -90,21 +93,21 @@ class LoopState:
                     if bool(values.isinf().any()) and not bool(values.isnan().any()):
                         self.infinite_names.add(key)
 
-    def drop_infinite(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def exclude_infinite_state(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copy named tensors without those that were infinite from the start."""
         return {name: tensor for name, tensor in tensors.items() if not self._is_infinite(name)}
 
     def _is_infinite(self, name: str) -> bool:
         return name in self.infinite_names or name.rpartition("/")[2] in self.infinite_names
 
-    def is_due(self, step: int) -> bool:
-        return bool(self.interval_steps) and self.snapshots.is_due(step)
+    def is_snapshot_due(self, step: int) -> bool:
+        return bool(self.interval_steps) and self.snapshots.is_snapshot_due(step)
 
-    def take(self, step: int) -> None:
+    def take_snapshot(self, step: int) -> None:
         """Take a snapshot of the trained state and schedules after `step`, if snapshots are enabled."""
         if not self.interval_steps:
             return
-        self.snapshots.take(step)
+        self.snapshots.take_snapshot(step)
         schedule_states: dict[int, dict[str, Any]] = {}
         for schedule in self.schedules:
             state = dict(schedule.state_dict())
@@ -119,7 +122,7 @@ class LoopState:
     def drop_snapshots(self) -> None:
         """Drop all snapshots, after the trained state was loaded from elsewhere."""
         for step in self.snapshots.steps:
-            self.snapshots.drop(step)
+            self.snapshots.drop_snapshot(step)
 
     def find_newest_snapshot(self, gather: Callable[[Sequence[str]], list[str]]) -> int | None:
         """Step of the newest snapshot that is finite on every rank, or None. Drops those that are not. Collective."""
@@ -127,16 +130,16 @@ class LoopState:
             # All ranks must drop a snapshot that is bad on one of them.
             bad = [n for n in self.snapshots.find_nonfinite(step) if not self._is_infinite(n)]
             if gather(bad):
-                self.snapshots.drop(step)
+                self.snapshots.drop_snapshot(step)
         return max(self.snapshots.steps, default=None)
 
-    def restore(self, step: int) -> None:
+    def restore_snapshot(self, step: int) -> None:
         """Restore the state of a snapshot bit for bit. Optimizer state created since then is dropped."""
         # A graph of the loop may have saved these tensors; keep the versions so that its backward still runs.
         live = tuple(self.collect_tensors().values())
         with torch.autograd._unsafe_preserve_version_counter(live):
-            new_names = self.snapshots.restore(step)
-        self._drop_new_state(new_names)
+            new_names = self.snapshots.restore_snapshot(step)
+        self._drop_new_optimizer_state(new_names)
         for schedule in self.schedules:
             if id(schedule) in self._schedule_states:  # a schedule created since has no saved state
                 schedule.load_state_dict(copy.copy(self._schedule_states[id(schedule)]))
@@ -200,14 +203,14 @@ class LoopState:
         for number, group in enumerate(self._list_param_groups()):
             yield f"group {number}", read_group_numbers(group)
 
-    def _write_back(self, restored: Mapping[str, torch.Tensor]) -> None:
+    def _restore_optimizer_numbers(self, restored: Mapping[str, torch.Tensor]) -> None:
         for number, group in enumerate(self._list_param_groups()):
             # Learning rates and similar numbers of a parameter group.
-            restore_scalars(group, f"group {number}", restored)
+            restore_saved_scalars(group, f"group {number}", restored)
         for prefix, state in self._iter_named_optimizer_states():
-            restore_scalars(state, prefix, restored)
+            restore_saved_scalars(state, prefix, restored)
 
-    def _drop_new_state(self, new_names: Sequence[str]) -> None:
+    def _drop_new_optimizer_state(self, new_names: Sequence[str]) -> None:
         names = {parameter: name for name, parameter in self.parameters.items()}
         for optimizer in self.optimizers:
             for parameter, state in list(optimizer.state.items()):

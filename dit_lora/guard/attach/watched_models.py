@@ -8,22 +8,27 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from dit_lora.guard.attach.accelerator_adapter import Host, unwrap_model
-from dit_lora.guard.attach.calls.call_recorder import Recorder
+from dit_lora.guard.attach.accelerator_adapter import LoopProcessContext, unwrap_model
+from dit_lora.guard.attach.calls.call_recorder import ModelCallRecorder
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
 from dit_lora.guard.attach.calls.discover_models import ModelDiscovery
 from dit_lora.guard.attach.calls.gather_calls import RankCalls, gather_rank_calls
 from dit_lora.guard.attach.containment import try_call
-from dit_lora.guard.attach.find_models import Models, find_called_parts, find_optimizer_parameters, find_trained_models
-from dit_lora.guard.attach.finite_values import find_infinite_names
-from dit_lora.guard.attach.frozen_weights import LoopFrozenRecord
-from dit_lora.guard.attach.interception import Interceptions
+from dit_lora.guard.attach.find_newly_trained_models import (
+    Models,
+    find_called_parts,
+    find_optimizer_parameters,
+    find_trained_models,
+)
+from dit_lora.guard.attach.finite_values import find_infinite_tensor_names
+from dit_lora.guard.attach.frozen_weights import LoopFrozenWeightDigests
+from dit_lora.guard.attach.interception import MethodInterceptions
 from dit_lora.guard.attach.training_state import LoopState
 from dit_lora.guard.diagnose import InconsistentReplayError
 from dit_lora.guard.diagnosis import DiagnosisContext
 from dit_lora.guard.fallbacks import list_fallbacks
 from dit_lora.guard.state_checks import compute_weight_peak
-from dit_lora.numerics.dtensors import needs_all_ranks
+from dit_lora.numerics.dtensors import has_collective_forward
 
 T = TypeVar("T")
 _MAX_SEARCHES = 20
@@ -43,7 +48,7 @@ class WatchedModels:
 
     def __init__(
         self,
-        host: Host,
+        host: LoopProcessContext,
         named_models: Sequence[nn.Module],
         state: LoopState,
         discovery: ModelDiscovery,
@@ -60,7 +65,7 @@ class WatchedModels:
         """Prefix of each model's parameter names, by the model's id; empty for a single model."""
         self.joint_context: DiagnosisContext
         """Diagnosis context of all models as one module, with the prefixed parameter names."""
-        self.frozen_record: LoopFrozenRecord | None
+        self.frozen_record: LoopFrozenWeightDigests | None
         """Frozen weights and buffers at the start; None if they are not compared."""
         self.collective_forward = False
         """True if a model is sharded, so that ranks can only run it together and diagnose together."""
@@ -76,8 +81,8 @@ class WatchedModels:
         self._compares_frozen = compares_frozen
         self._parts: Models = {}
         self._discovered: list[nn.Module] = []
-        self._recorders: dict[int, Recorder] = {}
-        self._interceptions = Interceptions()
+        self._recorders: dict[int, ModelCallRecorder] = {}
+        self._interceptions = MethodInterceptions()
         self._discovery = discovery
         discovery.get_recorders = lambda: self._recorders
         self._num_searches = 0
@@ -85,13 +90,13 @@ class WatchedModels:
         self._trained_ids: set[int] = set()
         """Ids of parameters that have been trained, including those that the loop freezes for a while, as in a GAN."""
         self.log.on_end = self._after_call
-        self.refresh()
-        self._discovery.start()
+        self.refresh_trained_models()
+        self._discovery.start_recording_calls()
 
     def all_models(self) -> list[nn.Module]:
         return [*self.models.values(), *self._parts.values()]
 
-    def refresh(self) -> None:
+    def refresh_trained_models(self) -> None:
         """Update the list of parameters that the optimizers train, and of the models that they belong to."""
         named = self._host.unwrap_models(self._named_models)
         discovered = [model for model in self._discovered if not any(model is candidate for candidate in named)]
@@ -109,21 +114,24 @@ class WatchedModels:
             self.models = find_trained_models(models, optimizers, called_models=self._discovered, required=required)
             self._state.parameters = find_optimizer_parameters(self.models, optimizers, self._trained_ids)
         self._parts = find_called_parts(self.models, discovered)
-        self._interceptions.undo()
+        self._interceptions.restore_originals()
         # Keep existing recorders, with their open calls and the gradients that they have seen.
         self._recorders = {
-            id(model): self._recorders.get(id(model)) or Recorder(model, self.log) for model in self.all_models()
+            id(model): self._recorders.get(id(model)) or ModelCallRecorder(model, self.log)
+            for model in self.all_models()
         }
         for recorder in self._recorders.values():
-            self._interceptions.intercept_method(recorder.model, "__call__", recorder.handle)
+            self._interceptions.intercept_method(recorder.model, "__call__", recorder.run_and_record_call)
         self.infinities = {
-            id(model): self.infinities[id(model)] if id(model) in self.infinities else find_infinite_names(model)
+            id(model): self.infinities[id(model)]
+            if id(model) in self.infinities
+            else find_infinite_tensor_names(model)
             for model in self.all_models()
         }
         self.rebuild_contexts()
         self.on_refresh()
 
-    def find_models(self) -> bool:
+    def find_newly_trained_models(self) -> bool:
         """End the search for trained models once a step shows them. True if new models were found.
 
         The search continues while an optimizer holds weights of no called model.
@@ -133,12 +141,12 @@ class WatchedModels:
         new = self._discovery.take_trained_models()
         self._discovered += new
         if new:
-            self.refresh()
+            self.refresh_trained_models()
         self._num_searches += 1
         # A model whose weights an optimizer holds may be called only in a later step.
         has_loose = "optimizer." in self.models or any(type(model) is nn.Module for model in self.models.values())
         if has_loose and self._num_searches < _MAX_SEARCHES:
-            self._discovery.start()
+            self._discovery.start_recording_calls()
         return bool(new)
 
     def rebuild_contexts(self) -> None:
@@ -151,8 +159,10 @@ class WatchedModels:
         parts = {prefix.removesuffix("."): model for prefix, model in models.items()}
         single = next(iter(models.values()), nn.Module())
         joined_model = nn.ModuleDict(parts) if len(models) > 1 else single
-        self.collective_forward = needs_all_ranks(joined_model)
-        self.frozen_record = LoopFrozenRecord(joined_model, self._trained_ids) if self._compares_frozen else None
+        self.collective_forward = has_collective_forward(joined_model)
+        self.frozen_record = (
+            LoopFrozenWeightDigests(joined_model, self._trained_ids) if self._compares_frozen else None
+        )
         infinite = [prefix + name for prefix, model in models.items() for name in self.infinities[id(model)]]
         self.joint_context = self._make_context(joined_model, "", self.frozen_record, infinite)
         self.contexts = {
@@ -160,7 +170,9 @@ class WatchedModels:
             for prefix, model in called.items()
         }
 
-    def share_calls(self, calls: Sequence[CapturedCall], controls: Mapping[int, CapturedCall]) -> list[RankCalls]:
+    def gather_calls_to_diagnose(
+        self, calls: Sequence[CapturedCall], controls: Mapping[int, CapturedCall]
+    ) -> list[RankCalls]:
         """Recorded model calls that this rank must diagnose. Collective.
 
         These are its own or, for a sharded model, those of all ranks. For a sharded model the list is empty if the
@@ -172,7 +184,7 @@ class WatchedModels:
         models = [recorder.model for recorder in self._recorders.values()]
         return gather_rank_calls(calls, controls, models, self._host.device) or []
 
-    def has_changed(self) -> bool:
+    def has_new_trained_parameters(self) -> bool:
         """True if an optimizer received more parameters, or one of its parameters was unfrozen."""
         return self._compute_fingerprint() != self._last_fingerprint
 
@@ -184,8 +196,8 @@ class WatchedModels:
                 count += len(group["params"])
         return count
 
-    def find_out_of_range(self) -> list[str]:
-        return [line for recorder in self._recorders.values() for line in recorder.find_out_of_range()]
+    def find_out_of_range_ids(self) -> list[str]:
+        return [line for recorder in self._recorders.values() for line in recorder.find_out_of_range_ids()]
 
     @contextmanager
     def pause_recording(self) -> Iterator[None]:
@@ -198,12 +210,12 @@ class WatchedModels:
             for recorder in self._recorders.values():
                 recorder.is_paused = False
 
-    def stop(self) -> None:
-        self._discovery.stop()
-        self._interceptions.undo()
+    def stop_recording_calls(self) -> None:
+        self._discovery.stop_recording_calls()
+        self._interceptions.restore_originals()
 
     def _make_context(
-        self, model: nn.Module, prefix: str, record: LoopFrozenRecord | None, infinite_names: Collection[str]
+        self, model: nn.Module, prefix: str, record: LoopFrozenWeightDigests | None, infinite_names: Collection[str]
     ) -> "LoopDiagnosisContext":
         trained = [p for p in model.parameters() if p.requires_grad]
         return LoopDiagnosisContext(
@@ -244,7 +256,7 @@ class LoopDiagnosisContext(DiagnosisContext):
     """The model's name with a dot, as in the names of optimizer state; empty for a single model."""
 
     def collect_optimizer_state(self) -> Mapping[str, torch.Tensor]:
-        return self.state.drop_infinite(self.state.collect_optimizer_tensors())
+        return self.state.exclude_infinite_state(self.state.collect_optimizer_tensors())
 
     def compute_snapshot_peaks(self) -> Mapping[str, float]:
         peaks = self.state.snapshots.compute_largest_magnitudes()

@@ -10,7 +10,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from dit_lora.guard.comparison.parity_values import Values, name_gradients, name_outputs, record_outputs
+from dit_lora.guard.comparison.parity_values import (
+    Values,
+    collect_named_gradients,
+    map_output_names_to_tensors,
+    record_outputs,
+)
 from dit_lora.guard.replay import get_cuda_devices
 from dit_lora.numerics.finite import HALF_DTYPES
 from dit_lora.numerics.opaque import COUNTS_ONLY, iterate_called_modules
@@ -63,7 +68,7 @@ class BlockCall:
         With `uses_fp32`, half-precision inputs are converted to fp32.
         """
         # Fresh leaves for each run, so that neither gradients nor in-place writes carry over.
-        leaves, learning = self._copy_leaves(uses_fp32=uses_fp32)
+        leaves, learning = self._copy_tensor_arguments(uses_fp32=uses_fp32)
         args, kwargs = tree_unflatten(leaves, self._spec)
         inner_values: Values = {}
         recorder: AbstractContextManager[None] = nullcontext()
@@ -78,15 +83,15 @@ class BlockCall:
             torch.random.fork_rng(get_cuda_devices(self.module)),
             _disable_tf32(),
             # Replaces the hooks of a checkpoint around the block.
-            saved_tensors_hooks(_save_tensor, lambda x: x),
+            saved_tensors_hooks(_save_tensor_unchanged, lambda x: x),
             recorder,
         ):
-            output = _call_uncaptured(lambda: self.module(*args, **kwargs))
-            outputs = name_outputs(self.name, output)
+            output = _call_without_output_capture(lambda: self.module(*args, **kwargs))
+            outputs = map_output_names_to_tensors(self.name, output)
             grads = self._compute_gradients(outputs, learning)
         return {**inner_values, **{n: x.detach() for n, x in outputs.items()}, **grads}
 
-    def _copy_leaves(self, *, uses_fp32: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    def _copy_tensor_arguments(self, *, uses_fp32: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
         # One flag for each floating-point leaf, in the order of the flattened arguments.
         flags, leaves, learning = iter(self._grad_flags), [], {}
         for index, leaf in enumerate(self._leaves):
@@ -115,10 +120,10 @@ class BlockCall:
         output_gradients = [torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype) for x in roots]
         # autograd.grad bypasses the hooks on accumulated gradients, which belong to an optimizer step.
         grads = torch.autograd.grad(roots, [*targets.values()], output_gradients, allow_unused=True)
-        return name_gradients(dict(zip(targets, grads, strict=True)))
+        return collect_named_gradients(dict(zip(targets, grads, strict=True)))
 
 
-def _call_uncaptured(call: Callable[[], Any]) -> Any:
+def _call_without_output_capture(call: Callable[[], Any]) -> Any:
     """Call a function without Transformers' collection of layer outputs (`utils/output_capturing.py`)."""
     # Run in a copy of the context, so that the variable is unchanged after the call.
     context_copy = copy_context()
@@ -128,11 +133,11 @@ def _call_uncaptured(call: Callable[[], Any]) -> Any:
     return context_copy.run(call)
 
 
-def _save_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def _save_tensor_unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-setattr(_save_tensor, COUNTS_ONLY, True)
+setattr(_save_tensor_unchanged, COUNTS_ONLY, True)
 
 
 def is_float_tensor(leaf: object) -> bool:

@@ -18,7 +18,7 @@ from torch import nn
 from dit_lora.guard.comparison.block_call import BlockCall, list_float_tensors
 from dit_lora.guard.comparison.parity_values import BLOCK_LIMITS, Values, compute_max_error, find_first_mismatch
 from dit_lora.guard.fallbacks import Fallback, convert_to_fp32
-from dit_lora.numerics.dtensors import keep_gathered
+from dit_lora.numerics.dtensors import keep_block_weights_gathered
 
 MIN_PASSES = 32
 """Minimum number of block passes that test whether a kernel is deterministic: two per block in a deep model."""
@@ -40,7 +40,7 @@ class BlockDifference:
 
 
 @dataclass
-class Coverage:
+class ComparisonCoverage:
     """Names of the blocks that a kernel comparison covered, and the reason for each block that it did not."""
 
     compared: set[str] = field(default_factory=set)
@@ -57,7 +57,7 @@ class ComparisonOptions:
 
     grad_flags: GradFlags | None = None
     """Which block inputs require a gradient in training; None to find out in an extra pass."""
-    coverage: Coverage | None = None
+    coverage: ComparisonCoverage | None = None
     """Filled with the names of the compared blocks; None if not needed."""
     min_passes: int = MIN_PASSES
     """Minimum number of block passes that test whether the kernel is deterministic."""
@@ -124,7 +124,7 @@ class BlockComparison:
     options: ComparisonOptions
     inner_block: str | None = None
     """The only block to compare, including the outputs of its submodules; None for all blocks."""
-    coverage: Coverage = field(default_factory=Coverage)
+    coverage: ComparisonCoverage = field(default_factory=ComparisonCoverage)
     differences: list[BlockDifference] = field(default_factory=list)
 
     def run(self, forward: Callable[[], Any]) -> None:
@@ -160,7 +160,7 @@ class BlockComparison:
         self._reached_blocks.add(name)
         self._is_comparing = True
         try:
-            with _allow_separate_call(block):
+            with _prepare_block_for_direct_call(block):
                 self._compare_call(name, block, args, kwargs)
         except torch.OutOfMemoryError:
             self.coverage.skipped[name] = "not enough memory"
@@ -201,7 +201,7 @@ class BlockComparison:
                 reason = str(error).partition("\n")[0]
                 self.coverage.skipped[block.name] = f"it does not run in fp32: {reason}"
                 return
-        expected, fused = self._compute_both(block, uses_fp32=False)
+        expected, fused = self._compute_with_and_without_kernel(block, uses_fp32=False)
         dtype = block.dtype if block.is_half else torch.float32
         with torch.no_grad():
             # NaN equals nothing, so reference values that contain it cannot be compared.
@@ -227,10 +227,10 @@ class BlockComparison:
                 stack.enter_context(convert_to_fp32(block.module))
             for fallback in self.fallbacks_without_fp32:
                 stack.enter_context(fallback.disable_temporarily())
-            expected, fused = self._compute_both(block, uses_fp32=True)
+            expected, fused = self._compute_with_and_without_kernel(block, uses_fp32=True)
             return self._find_difference(block, expected, fused, torch.float32), expected
 
-    def _compute_both(self, block: BlockCall, *, uses_fp32: bool) -> tuple[Values, Values]:
+    def _compute_with_and_without_kernel(self, block: BlockCall, *, uses_fp32: bool) -> tuple[Values, Values]:
         # The kernel is off outside the context below.
         expected = block.compute_values(uses_fp32=uses_fp32)
         with self._enable_kernel():
@@ -269,14 +269,14 @@ def is_list_element(block: str) -> bool:
 
 
 @contextmanager
-def _allow_separate_call(block: nn.Module) -> Iterator[None]:
+def _prepare_block_for_direct_call(block: nn.Module) -> Iterator[None]:
     """Gather the block's weights inside the context, and let autocast recompute its casts."""
     was_enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     torch.clear_autocast_cache()  # casts cached in a pass without gradients do not propagate gradients
     try:
         # Sharded weights stay whole while the block is compared.
-        with keep_gathered(block):
+        with keep_block_weights_gathered(block):
             yield
     finally:
         torch.set_autocast_cache_enabled(was_enabled)

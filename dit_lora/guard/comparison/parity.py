@@ -18,22 +18,22 @@ from dit_lora.guard.comparison.parity_values import (
     GRADIENT_PREFIX,
     MODEL_LIMITS,
     Values,
+    collect_named_gradients,
     compute_max_error,
     disable_dropout,
     find_first_mismatch,
-    name_gradients,
     randomize_zero_weights,
     record_outputs,
 )
 from dit_lora.guard.fallbacks import COMPILE, Fallback, disable_compile, list_model_fallbacks
 from dit_lora.guard.replay import get_cuda_devices
-from dit_lora.numerics.dtensors import gather_full_tensor, needs_all_ranks
+from dit_lora.numerics.dtensors import gather_full_tensor, has_collective_forward
 from dit_lora.numerics.opaque import iterate_called_modules
 from dit_lora.numerics.ranks import gather_object
 
 
 @dataclass(frozen=True)
-class Difference:
+class KernelDifference:
     """First place in a model where a kernel differs from its reference, or from itself in another run."""
 
     fallback: str
@@ -64,7 +64,7 @@ def find_first_difference(
     *,
     disabled_fallbacks: Sequence[Fallback] = (),
     options: ComparisonOptions | None = None,
-) -> Difference | None:
+) -> KernelDifference | None:
     """Find the first place where outputs or gradients with a kernel differ from those without it, or between runs.
 
     None if there is none. `disabled_fallbacks` are off all the time. Pass losses of several different samples:
@@ -99,8 +99,8 @@ def find_first_difference(
 
 
 def iter_differences(
-    fallbacks: Sequence[Fallback], compare: Callable[[Fallback, Sequence[Fallback]], Difference | None]
-) -> Iterator[tuple[Fallback, Difference]]:
+    fallbacks: Sequence[Fallback], compare: Callable[[Fallback, Sequence[Fallback]], KernelDifference | None]
+) -> Iterator[tuple[Fallback, KernelDifference]]:
     """Yield every fallback whose kernel differs from the reference.
 
     If a whole component differs, its parts are compared separately, with all others disabled. `compare` receives a
@@ -158,7 +158,7 @@ def _compare_blocks(
     model: nn.Module,
     disabled_fallbacks: Sequence[Fallback],
     options: ComparisonOptions,
-) -> Difference | None:
+) -> KernelDifference | None:
     # Attention backends are parts of this kernel; flash attention, for one, does not compute in fp32.
     parts = [part for part in list_model_fallbacks(model) if part.parent == fallback.name]
     backends = [part for part in parts if part.cause == "attention_backend"]
@@ -179,19 +179,21 @@ def _compare_blocks(
         difference = _select_first_difference(run_comparison(block).differences, model) or difference
     if difference is None:
         return None
-    return Difference(fallback.name, difference.location, difference.error, difference.is_deterministic)
+    return KernelDifference(fallback.name, difference.location, difference.error, difference.is_deterministic)
 
 
 def _select_first_difference(block_differences: Sequence[BlockDifference], model: nn.Module) -> BlockDifference | None:
     """Select the first nondeterministic difference, else the first one; equal on all ranks of a sharded model."""
     # The next comparison is collective, so all ranks must choose the same place.
-    lists_by_rank = gather_object([list(block_differences)]) if needs_all_ranks(model) else [block_differences]
+    lists_by_rank = gather_object([list(block_differences)]) if has_collective_forward(model) else [block_differences]
     all_differences = [candidate for rank_differences in lists_by_rank for candidate in rank_differences]
     # `min` returns the first of equal ones, and False is less than True.
     return min(all_differences, key=lambda candidate: candidate.is_deterministic, default=None)
 
 
-def _compare_whole_model(fallback: Fallback, compute_losses: LossFunction, model: nn.Module) -> Difference | None:
+def _compare_whole_model(
+    fallback: Fallback, compute_losses: LossFunction, model: nn.Module
+) -> KernelDifference | None:
     # First the transformer's repeated blocks, and the modules outside them. A list inside a block is part of it.
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     outermost = [n for n in lists if not any(n.startswith(f"{list_name}.") for list_name in lists)]
@@ -208,7 +210,7 @@ def _compare_whole_model(fallback: Fallback, compute_losses: LossFunction, model
 
 def _compare_modules(
     fallback: Fallback, compute_losses: LossFunction, model: nn.Module, modules: Sequence[str]
-) -> Difference | None:
+) -> KernelDifference | None:
     with randomize_zero_weights(model), disable_dropout(model):
         with fallback.disable_temporarily():
             references = _compute_values(compute_losses, model, modules)
@@ -225,10 +227,10 @@ def _compare_modules(
     difference = None
     # A kernel that disagrees with itself cannot be compared with its reference.
     if run_difference:
-        difference = Difference(fallback.name, "the whole model", run_difference, is_deterministic=False)
+        difference = KernelDifference(fallback.name, "the whole model", run_difference, is_deterministic=False)
     elif mismatch is not None:
-        difference = Difference(fallback.name, *mismatch)
-    if needs_all_ranks(model):  # all ranks must return the same result
+        difference = KernelDifference(fallback.name, *mismatch)
+    if has_collective_forward(model):  # all ranks must return the same result
         return next((candidate for candidate in gather_object([difference]) if candidate is not None), None)
     return difference
 
@@ -238,7 +240,7 @@ def _compute_values(compute_losses: LossFunction, model: nn.Module, modules: Seq
     values: Values = {}
     with record_outputs(model, modules, values), torch.random.fork_rng(get_cuda_devices(model)):
         grads = _compute_gradients(compute_losses().mean(), dict(model.named_parameters()))
-    return values | name_gradients({name: grad.cpu().clone() for name, grad in grads.items()})
+    return values | collect_named_gradients({name: grad.cpu().clone() for name, grad in grads.items()})
 
 
 def _compute_gradients(loss: torch.Tensor, parameters: Mapping[str, nn.Parameter]) -> Values:

@@ -19,7 +19,7 @@ Values = dict[str, torch.Tensor]
 GRADIENT_PREFIX = "the gradient of "
 
 
-class Limits(NamedTuple):
+class RelativeErrorLimits(NamedTuple):
     """Limits on the difference between a kernel and its reference, as relative root mean squares."""
 
     output: float
@@ -27,7 +27,7 @@ class Limits(NamedTuple):
     min_gradient_share: float
     """Gradients below this share of the largest are not compared: an exact zero (a key's bias) is rounding only."""
 
-    def add_rounding_error(self, error: float) -> "Limits":
+    def add_rounding_error(self, error: float) -> "RelativeErrorLimits":
         """Raise the limits for a kernel whose rounding adds this relative error.
 
         The gradient limit grows in proportion.
@@ -37,14 +37,17 @@ class Limits(NamedTuple):
         # Where gradients nearly cancel (Sana's query, whose magnitude its attention divides out), the small remainder
         # has an error as large as that of other gradients.
         floor = max(self.min_gradient_share, 5 * error)
-        return Limits(self.output * grown, self.gradient * grown, floor)
+        return RelativeErrorLimits(self.output * grown, self.gradient * grown, floor)
 
 
 MODEL_LIMITS = {
-    dtype: Limits(output, tolerances.GRADIENT_TOLERANCE[dtype], 0.05)
+    dtype: RelativeErrorLimits(output, tolerances.GRADIENT_TOLERANCE[dtype], 0.05)
     for dtype, output in tolerances.OUTPUT_TOLERANCE.items()
 }
-BLOCK_LIMITS = {**MODEL_LIMITS, torch.float32: Limits(tolerances.BLOCK_TOLERANCE, tolerances.BLOCK_TOLERANCE, 0.01)}
+BLOCK_LIMITS = {
+    **MODEL_LIMITS,
+    torch.float32: RelativeErrorLimits(tolerances.BLOCK_TOLERANCE, tolerances.BLOCK_TOLERANCE, 0.01),
+}
 _MIN_ADDED_SHARE = 0.01
 """Minimum fraction of an output that counts as added to the input: rounding is relative to the output."""
 _MAX_ROUNDING_RATIO = 2.0
@@ -56,7 +59,7 @@ _MIN_GRADIENT_SHARE = 1e-4
 def find_first_mismatch(
     references: Values,
     fused: Values,
-    limits: Limits,
+    limits: RelativeErrorLimits,
     inputs: Sequence[torch.Tensor] = (),
     exact_values: Values | None = None,
 ) -> tuple[str, float] | None:
@@ -97,7 +100,7 @@ def _measure_error(
     value: torch.Tensor,
     reference: torch.Tensor,
     *,
-    limits: Limits,
+    limits: RelativeErrorLimits,
     largest: Mapping[str, float],
     inputs: Sequence[torch.Tensor],
 ) -> float:
@@ -186,7 +189,7 @@ def record_outputs(model: nn.Module, modules: Sequence[str], values: Values) -> 
     """Store the outputs of these modules' first calls inside the context, on the CPU."""
 
     def record(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
-        for key, tensor in name_outputs(name, output).items():
+        for key, tensor in map_output_names_to_tensors(name, output).items():
             values.setdefault(key, tensor.detach().cpu().clone())
 
     with ExitStack() as hooks:
@@ -195,14 +198,14 @@ def record_outputs(model: nn.Module, modules: Sequence[str], values: Values) -> 
         yield
 
 
-def name_outputs(name: str, output: Any) -> Values:
+def map_output_names_to_tensors(name: str, output: Any) -> Values:
     """The tensors that a module returned, by name; complex ones, such as rotations, as pairs of real numbers."""
     tensors = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
     tensors = [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
     return {f"{name} (output {i})" if i else name: tensor for i, tensor in enumerate(tensors)}
 
 
-def name_gradients(values: Mapping[str, torch.Tensor | None]) -> Values:
+def collect_named_gradients(values: Mapping[str, torch.Tensor | None]) -> Values:
     """Name the gradients that are not None, as in `Values`."""
     return {f"{GRADIENT_PREFIX}{name}": value for name, value in values.items() if value is not None}
 

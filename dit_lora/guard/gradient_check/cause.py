@@ -86,7 +86,7 @@ class ReplayableStep:
         return gather_loss_terms(lambda: [micro_batch.forward().losses for micro_batch in self.micro_batches])
 
     @contextmanager
-    def use_precision(self) -> Iterator[None]:
+    def use_replay_precision(self) -> Iterator[None]:
         """Context of replays in the precision that `is_in_fp32` says. Converts half-precision weights."""
         with convert_to_fp32(self.model) if self.is_in_fp32 else nullcontext():
             yield
@@ -101,7 +101,7 @@ class ReplayableStep:
         """Compute the step's gradient again, and repeat a comparison that differed. Collective."""
         dtype = torch.float32 if self.is_in_fp32 else self.dtype
         with (
-            self.use_precision(),
+            self.use_replay_precision(),
             preserve_gradients(self.model),
             torch.random.fork_rng(get_cuda_devices(self.model)),
         ):
@@ -122,7 +122,7 @@ class ReplayableStep:
     ) -> list[torch.Tensor]:
         """Gradients of single micro-batches, those of all ranks in order, at elements of these parameters. Collective.
 
-        `sample_gradient` selects the elements.
+        `sample_gradient_elements` selects the elements.
         """
         names = list(names)
         local_gradients = gather_or_raise(
@@ -133,7 +133,7 @@ class ReplayableStep:
     def _compute_sampled_gradient(self, micro_batch: MicroBatch, names: Sequence[str]) -> torch.Tensor:
         with preserve_gradients(self.model), torch.random.fork_rng(get_cuda_devices(self.model)):
             micro_batch.forward().losses.mean().backward()
-            return sample_gradient(self.parameters[name] for name in names)
+            return sample_gradient_elements(self.parameters[name] for name in names)
 
 
 def gather_loss_terms(compute_losses: Callable[[], Sequence[torch.Tensor]]) -> torch.Tensor:
@@ -151,7 +151,7 @@ def compute_loss_terms(losses: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class CauseFinding:
+class WrongGradientCause:
     """The cause of a wrong gradient."""
 
     cause: GradientCause
@@ -168,11 +168,11 @@ class _PendingGradientDiagnosis(PendingDiagnosis):
 
     compare_again: Callable[[], CheckResult] = field(kw_only=True)
 
-    def run_is_healthy(self, batch: MicroBatch | None = None) -> bool:
+    def run_and_check_health(self, batch: MicroBatch | None = None) -> bool:
         # A component whose absence leaves it open is not the cause.
         return self.compare_again() == "agrees"
 
-    def rerun_is_healthy(self) -> bool:
+    def rerun_and_check_health(self) -> bool:
         result = self.compare_again()
         if result == "cannot tell":
             raise InconsistentReplayError
@@ -183,7 +183,7 @@ class _PendingGradientDiagnosis(PendingDiagnosis):
 
 def find_gradient_cause(
     step: ReplayableStep, report: GradientReport, context: DiagnosisContext, extra_fallbacks: Sequence[Fallback] = ()
-) -> CauseFinding:
+) -> WrongGradientCause:
     """Find the cause of a gradient that differs from the slope of the loss; `grad` of the parameters still has it.
 
     Args:
@@ -205,15 +205,19 @@ def find_gradient_cause(
         finding = _explain_by_micro_batches(step)
     elif set(results) == {"differs"}:
         context = replace(context, fallbacks=[*context.fallbacks, *extra_fallbacks])
-        finding = _try_components(step, worst, context)
+        finding = _find_component_cause(step, worst, context)
     elif {"agrees", "differs"} <= set(results):
-        finding = CauseFinding("transient", "; replays of the step are right and wrong by turns: a race, or hardware")
+        finding = WrongGradientCause(
+            "transient", "; replays of the step are right and wrong by turns: a race, or hardware"
+        )
     else:
-        finding = CauseFinding("unknown", "")
+        finding = WrongGradientCause("unknown", "")
     return replace(finding, evidence=evidence | finding.evidence)
 
 
-def _try_components(step: ReplayableStep, comparison: SlopeComparison, context: DiagnosisContext) -> CauseFinding:
+def _find_component_cause(
+    step: ReplayableStep, comparison: SlopeComparison, context: DiagnosisContext
+) -> WrongGradientCause:
     pending = _PendingGradientDiagnosis(
         step.micro_batches[0], context, "gradient_check", compare_again=lambda: step.compare_again(comparison)
     )
@@ -221,44 +225,46 @@ def _try_components(step: ReplayableStep, comparison: SlopeComparison, context: 
         fallback = find_faulty_component(pending)
     except InconsistentReplayError:
         message = "; it agrees with the loss in some replays only, so no component is known to be the cause"
-        return CauseFinding("unknown", message, evidence=pending.evidence)
+        return WrongGradientCause("unknown", message, evidence=pending.evidence)
     if fallback is not None:
         cause = _CAUSE_BY_FALLBACK.get(fallback.name, fallback.cause)
         message = f"; it is right with {fallback.name} off ({fallback.replacement} in its place)"
-        return CauseFinding(cause, message, fallback, pending.evidence)
+        return WrongGradientCause(cause, message, fallback, pending.evidence)
     names = [fallback.name for fallback in context.list_enabled_fallbacks()]
     pending.evidence["switched_off_without_effect"] = [name for name in names if name not in pending.evidence]
     # The loop's own steps are ruled out too: replays run without them.
     is_missing = comparison.direction == UntrainedDirection.label
-    return CauseFinding("detached" if is_missing else "unknown", "", evidence=pending.evidence)
+    return WrongGradientCause("detached" if is_missing else "unknown", "", evidence=pending.evidence)
 
 
-def _explain_by_micro_batches(step: ReplayableStep) -> CauseFinding:
+def _explain_by_micro_batches(step: ReplayableStep) -> WrongGradientCause:
     """The cause of a gradient that is right in replays, from the weights of the micro-batches' gradients in it."""
     names = list(step.parameters)
-    target = sample_gradient(step.parameters.values())
+    target = sample_gradient_elements(step.parameters.values())
     gradients = step.gather_sampled_gradients(step.micro_batches, names)
     count = len(gradients)
-    if (weights := fit_weights(target, gradients)) is not None:
+    if (weights := fit_micro_batch_weights(target, gradients)) is not None:
         # Relative to the mean, in which each has the weight 1 / count.
         relative = [count * weight for weight in weights]
         evidence = {"micro_batch_weights": [round(weight, 4) for weight in relative]}
         if all(abs(weight - 1) <= _SURE_WEIGHT for weight in relative):
-            return CauseFinding("unknown", "; replays of the step agree with the loss", evidence=evidence)
-        message = f"; it counts its {'micro-batches' if count > 1 else 'micro-batch'} {_join_weights(relative)} times"
-        return CauseFinding(_name_cause_of_weights(relative), message, evidence=evidence)
+            return WrongGradientCause("unknown", "; replays of the step agree with the loss", evidence=evidence)
+        message = (
+            f"; it counts its {'micro-batches' if count > 1 else 'micro-batch'} {_format_weights(relative)} times"
+        )
+        return WrongGradientCause(_find_cause_of_fitted_weights(relative), message, evidence=evidence)
     # Gradients that were not cleared are those of the step before, of which one micro-batch of each rank is known.
     if step.previous_batch is not None:
         previous = torch.stack(step.gather_sampled_gradients([step.previous_batch], names)).mean(0)
-        weights = fit_weights(target, [*gradients, previous])
+        weights = fit_micro_batch_weights(target, [*gradients, previous])
         if weights is not None and abs(weights[-1]) * count > _SURE_WEIGHT:
             evidence = {"micro_batch_weights": [round(count * weight, 4) for weight in weights]}
             message = "; it contains the gradient of the step before"
-            return CauseFinding("stale", message, evidence=evidence)
-    return CauseFinding("unknown", "; replays of the step agree with the loss")
+            return WrongGradientCause("stale", message, evidence=evidence)
+    return WrongGradientCause("unknown", "; replays of the step agree with the loss")
 
 
-def _name_cause_of_weights(weights: Sequence[float]) -> GradientCause:
+def _find_cause_of_fitted_weights(weights: Sequence[float]) -> GradientCause:
     """The cause of wrong weights of the micro-batches of all ranks, given in rank order and relative to the mean."""
     num_ranks = get_num_processes()
     num_per_rank = len(weights) // num_ranks
@@ -272,24 +278,26 @@ def _name_cause_of_weights(weights: Sequence[float]) -> GradientCause:
     return "accumulation" if num_per_rank > 1 else "unknown"
 
 
-def compare_ranks(step: ReplayableStep) -> tuple[GradientReport, CauseFinding] | None:
+def check_ranks_are_equal(step: ReplayableStep) -> tuple[GradientReport, WrongGradientCause] | None:
     """Check that trained weights and gradients are equal on all ranks; None if they are. Collective.
 
     Without equal gradients, DDP's ranks train different weights, so at most one of the gradients is right.
     """
     parameters = step.parameters
     if names := find_unequal_tensors(parameters):
-        return _report_unequal("trained weights", names), CauseFinding("ranks", "")
+        return _report_unequal("trained weights", names), WrongGradientCause("ranks", "")
     names = find_unequal_tensors({name: p.grad for name, p in parameters.items() if p.grad is not None})
     if not names:
         return None
     # NaN of several ranks has no order in a sum, so its bits may differ; the step's gate handles it.
     if not all(gather_or_raise("finite", lambda: all(_is_finite(parameters[name].grad) for name in names))):
-        return GradientReport("cannot tell", (), 0, reason=GRADIENT_NOT_FINITE), CauseFinding("unknown", "")
+        return GradientReport("cannot tell", (), 0, reason=GRADIENT_NOT_FINITE), WrongGradientCause("unknown", "")
     report = _report_unequal("gradients", names)
     gradients = step.gather_sampled_gradients(step.micro_batches, names)
     # What each rank has in place of the mean.
-    fitted = gather_or_raise("weights", lambda: fit_weights(sample_gradient(parameters[n] for n in names), gradients))
+    fitted = gather_or_raise(
+        "weights", lambda: fit_micro_batch_weights(sample_gradient_elements(parameters[n] for n in names), gradients)
+    )
     relative = {
         rank: [round(len(gradients) * weight, 4) for weight in weights]
         for rank, weights in enumerate(fitted)
@@ -300,13 +308,13 @@ def compare_ranks(step: ReplayableStep) -> tuple[GradientReport, CauseFinding] |
         for rank, weights in relative.items()
         if any(abs(weight - 1) > _SURE_WEIGHT for weight in weights)
     }
-    texts = [f"on rank {rank} it counts {_join_weights(weights)} times" for rank, weights in faulty_ranks.items()]
+    texts = [f"on rank {rank} it counts {_format_weights(weights)} times" for rank, weights in faulty_ranks.items()]
     message = f"; of all ranks' micro-batches, {' and '.join(texts)}" if texts else ""
     evidence = {"micro_batch_weights_by_rank": relative, "ranks": list(faulty_ranks)}
-    return report, CauseFinding("ranks", message, evidence=evidence)
+    return report, WrongGradientCause("ranks", message, evidence=evidence)
 
 
-def _join_weights(weights: Iterable[float]) -> str:
+def _format_weights(weights: Iterable[float]) -> str:
     # Adding zero turns -0 into 0.
     return ", ".join(f"{round(weight, 2) + 0.0:g}" for weight in weights)
 
@@ -323,7 +331,7 @@ def _report_unequal(tensors: str, names: Sequence[str]) -> GradientReport:
     return GradientReport("differs", (), 0, location, reason)
 
 
-def sample_gradient(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+def sample_gradient_elements(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
     """Evenly spaced elements of the parameters' gradients, fp64 (elements,) on the CPU. Missing gradients are zero."""
     parameters = list(parameters)
     # A stride and not the first elements: every tensor is in the sample.
@@ -336,7 +344,7 @@ def sample_gradient(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.cat(sampled)
 
 
-def fit_weights(target: torch.Tensor, gradients: Sequence[torch.Tensor]) -> list[float] | None:
+def fit_micro_batch_weights(target: torch.Tensor, gradients: Sequence[torch.Tensor]) -> list[float] | None:
     """Weights of the gradients in `target` by least squares; None if their sum is not `target`, or not the only one.
 
     All are vectors of the same elements, (elements,).
@@ -356,7 +364,7 @@ def fit_weights(target: torch.Tensor, gradients: Sequence[torch.Tensor]) -> list
     return (solution / lengths).tolist() if residual.item() <= _MAX_RESIDUAL else None
 
 
-def build_diagnosis_record(report: GradientReport, finding: CauseFinding, message: str) -> dict[str, Any]:
+def build_diagnosis_record(report: GradientReport, finding: WrongGradientCause, message: str) -> dict[str, Any]:
     """The diagnosis in the event of a gradient check, with its figures as evidence."""
     verdict: dict[str, Any] = {"cause": finding.cause, "words": message}
     evidence = {**finding.evidence, "result": report.result, "evaluations": report.num_evaluations}

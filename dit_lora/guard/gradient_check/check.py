@@ -34,7 +34,7 @@ from dit_lora.guard.gradient_check.slopes import (
     SlopeComparison,
     compare_slopes,
     may_use_tf32,
-    persists_down_to_rounding,
+    persists_at_smallest_step,
 )
 from dit_lora.numerics.adapter_tensors import get_layer_name
 from dit_lora.numerics.finite import HALF_DTYPES
@@ -148,7 +148,7 @@ DirectionMaker = Callable[[Sequence[str]], Direction]
 
 
 @dataclass
-class _Check:
+class _GradientCheckState:
     """Arguments of a check, and the step sizes that it found."""
 
     evaluator: LossEvaluator
@@ -158,16 +158,16 @@ class _Check:
     sizes: dict[str, tuple[float, float]] = field(default_factory=dict)
     """By label of the direction, the best step size along it and the gradient's slope there."""
 
-    def compare(self, direction: Direction) -> SlopeComparison:
+    def compare_along_direction(self, direction: Direction) -> SlopeComparison:
         slope = abs(direction.compute_slope())
-        size = self._choose_size(direction, slope)
+        size = self._choose_step_size(direction, slope)
         max_sizes = _MAX_RANDOM_SIZES if direction.label == RandomDirection.label else MAX_SIZES
         comparison = compare_slopes(self.evaluator, direction, size=size, dtype=self.dtype, max_sizes=max_sizes)
         if comparison.estimate is not None and direction.label not in self.sizes:
             self.sizes[direction.label] = (comparison.estimate.size, slope)
         return comparison
 
-    def _choose_size(self, direction: Direction, slope: float) -> float:
+    def _choose_step_size(self, direction: Direction, slope: float) -> float:
         """The first step size to try."""
         if direction.label in self.sizes:
             size, known_slope = self.sizes[direction.label]
@@ -188,10 +188,10 @@ class _Check:
         still = [name for name in parameters if name not in moved]
         makers: list[tuple[list[str], DirectionMaker]] = [
             # First: missing gradients are the clearest finding, and the other directions cannot see them.
-            (still, UntrainedDirection.from_parameters(parameters, self.seed).restrict),
-            (moved, GradientDirection(parameters).restrict),
-            (moved, TensorwiseGradientDirection(parameters).restrict),
-            (moved, RandomDirection.from_parameters(parameters, self.seed).restrict),
+            (still, UntrainedDirection.from_parameters(parameters, self.seed).restrict_to_parameters),
+            (moved, GradientDirection(parameters).restrict_to_parameters),
+            (moved, TensorwiseGradientDirection(parameters).restrict_to_parameters),
+            (moved, RandomDirection.from_parameters(parameters, self.seed).restrict_to_parameters),
         ]
         return [(names, make_direction) for names, make_direction in makers if names]
 
@@ -228,19 +228,21 @@ def check_gradient(
     devices = list({p.device for p in parameters.values() if p.device.type == "cuda"})
     evaluator = LossEvaluator(compute_terms, devices, max_evaluations)
     evaluator.evaluate_base()
-    reason = _describe_bad_start(evaluator, parameters, dtype, step_loss)
+    reason = _find_comparison_obstacle(evaluator, parameters, dtype, step_loss)
     if reason:
         return GradientReport("cannot tell", (), evaluator.num_evaluations, reason=reason)
-    check = _Check(evaluator, parameters, dtype, seed)
+    check = _GradientCheckState(evaluator, parameters, dtype, seed)
     comparisons: list[SlopeComparison] = []
     for names, make_direction in check.list_directions():
-        comparison = check.compare(make_direction(names))
-        if comparison.result == "differs" and not comparison.exceeds(TOLERANCES[dtype].reported_bounds):
+        comparison = check.compare_along_direction(make_direction(names))
+        if comparison.result == "differs" and not comparison.has_difference_beyond_bounds(
+            TOLERANCES[dtype].reported_bounds
+        ):
             comparison = replace(comparison, result="cannot tell")
         comparisons.append(comparison)
         # The first direction that differs is searched; the rest would find the same fault again.
         if comparison.result == "differs":
-            location = _locate(check, comparison, make_direction, groups or {})
+            location = _locate_wrong_layers(check, comparison, make_direction, groups or {})
             if location is not None:
                 return GradientReport("differs", tuple(comparisons), evaluator.num_evaluations, location)
             comparisons[-1] = replace(comparison, result="cannot tell")
@@ -268,22 +270,24 @@ def repeat_comparison(
     evaluator = LossEvaluator(compute_terms, devices, max_evaluations)
     evaluator.evaluate_base()
     parameters = {name: parameters[name] for name in comparison.parameters}
-    if _describe_bad_start(evaluator, parameters, dtype, step_loss=None):
+    if _find_comparison_obstacle(evaluator, parameters, dtype, step_loss=None):
         return "cannot tell"
-    check = _Check(evaluator, parameters, dtype, seed)
+    check = _GradientCheckState(evaluator, parameters, dtype, seed)
     directions = [make_direction(names) for names, make_direction in check.list_directions()]
     # The other directions agreed before, or were not tried.
     labels = {comparison.direction}
     # If these parameters have a gradient now, random signs for zero gradients move none of them.
     if comparison.direction == UntrainedDirection.label:
         labels.add(GradientDirection.label)
-    results = {check.compare(direction).result for direction in directions if direction.label in labels}
+    results = {
+        check.compare_along_direction(direction).result for direction in directions if direction.label in labels
+    }
     if "differs" in results:
         return "differs"
     return "agrees" if results == {"agrees"} else "cannot tell"
 
 
-def _describe_bad_start(
+def _find_comparison_obstacle(
     evaluator: LossEvaluator, parameters: Parameters, dtype: torch.dtype, step_loss: float | None
 ) -> str:
     """Why no comparison is possible; empty if it is."""
@@ -304,8 +308,11 @@ def describe_loss_change(loss: float, step_loss: float | None, dtype: torch.dtyp
     return ""
 
 
-def _locate(
-    check: _Check, comparison: SlopeComparison, make_direction: DirectionMaker, groups: Mapping[str, Sequence[str]]
+def _locate_wrong_layers(
+    check: _GradientCheckState,
+    comparison: SlopeComparison,
+    make_direction: DirectionMaker,
+    groups: Mapping[str, Sequence[str]],
 ) -> FaultLocation | None:
     """Find the parameter groups that differ, then by bisection the last layer that does.
 
@@ -314,16 +321,20 @@ def _locate(
     comparisons: list[SlopeComparison] = []
     if comparison.direction == GradientDirection.label:
         # Within a part of the model, every layer counts alike.
-        make_direction = TensorwiseGradientDirection(check.parameters).restrict
+        make_direction = TensorwiseGradientDirection(check.parameters).restrict_to_parameters
 
-    def compare(names: Sequence[str]) -> CheckResult:
-        comparisons.append(check.compare(make_direction(names)))
+    def compare_parameter_groups(names: Sequence[str]) -> CheckResult:
+        comparisons.append(check.compare_along_direction(make_direction(names)))
         return comparisons[-1].result
 
     names_of_group = {group: [n for n in comparison.parameters if n in names] for group, names in groups.items()}
     # A search over groups says something only if there are several.
     candidates = [group for group, names in names_of_group.items() if names]
-    differing = [g for g in candidates if compare(names_of_group[g]) == "differs"] if len(candidates) > 1 else []
+    differing = (
+        [g for g in candidates if compare_parameter_groups(names_of_group[g]) == "differs"]
+        if len(candidates) > 1
+        else []
+    )
     groups_searched = {name for group in differing for name in names_of_group[group]} or set(comparison.parameters)
     # In the model's order, which is roughly that of the forward pass.
     names_of_layer: dict[str, list[str]] = {}
@@ -333,16 +344,16 @@ def _locate(
     layers = list(names_of_layer)
 
     def compare_layers(start: int, end: int) -> CheckResult:
-        return compare([name for layer in layers[start:end] for name in names_of_layer[layer]])
+        return compare_parameter_groups([name for layer in layers[start:end] for name in names_of_layer[layer]])
 
-    low, high = _bisect(len(layers), compare_layers)
+    low, high = _bisect_layer_range(len(layers), compare_layers)
     names = [name for layer in layers[low:high] for name in names_of_layer[layer]]
     differing_comparisons = [c for c in comparisons if c.result == "differs" and set(c.parameters) == set(names)]
     last_comparison = differing_comparisons[-1] if differing_comparisons else comparison
     direction = make_direction(last_comparison.parameters)
     # In 16 bits and in TF32, rounding removes small changes of the loss altogether.
     is_coarse = check.dtype in HALF_DTYPES or may_use_tf32(direction.parameters.values())
-    if not is_coarse and not persists_down_to_rounding(check.evaluator, direction, last_comparison, check.dtype):
+    if not is_coarse and not persists_at_smallest_step(check.evaluator, direction, last_comparison, check.dtype):
         return None
     is_single = high - low == 1
     return FaultLocation(
@@ -360,7 +371,7 @@ def get_module_name(parameter_name: str) -> str:
     return layer if layer != parameter_name else parameter_name.rpartition(".")[0] or parameter_name
 
 
-def _bisect(num_layers: int, compare: Callable[[int, int], CheckResult]) -> tuple[int, int]:
+def _bisect_layer_range(num_layers: int, compare: Callable[[int, int], CheckResult]) -> tuple[int, int]:
     """Narrow down the last layer that differs to the range of layers [low, high)."""
     low, high = 0, num_layers
     while high - low > 1:

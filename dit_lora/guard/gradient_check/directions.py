@@ -35,7 +35,7 @@ def select_exact_parameters(parameters: Parameters) -> dict[str, torch.Tensor]:
 class Direction(ABC):
     """A direction over some of the trained parameters, computed for each tensor when it is needed.
 
-    Storing it would take as much memory as the weights. It is computed for some rows at a time, see `split_rows`.
+    Storing it would take as much memory as the weights. It is computed for some rows at a time, see `split_rows_into_parts`.
     """
 
     parameters: Parameters
@@ -46,16 +46,16 @@ class Direction(ABC):
     def compute_vector(self, name: str, rows: slice) -> torch.Tensor:
         """The direction's values for rows of one parameter, in fp32 (fp64 for fp64 parameters)."""
 
-    def restrict(self, names: Iterable[str]) -> Self:
+    def restrict_to_parameters(self, names: Iterable[str]) -> Self:
         """The same direction for some of its parameters; it leaves the others where they are."""
         return replace(self, parameters={name: self.parameters[name] for name in names})
 
     def compute_slope(self) -> float:
         """Slope of the loss along the direction according to the gradient."""
         return sum(
-            project(parameter, self.compute_vector(name, rows), rows)
+            compute_gradient_dot_product(parameter, self.compute_vector(name, rows), rows)
             for name, parameter in self.parameters.items()
-            for rows in split_rows(parameter)
+            for rows in split_rows_into_parts(parameter)
         )
 
 
@@ -69,8 +69,8 @@ class GradientDirection(Direction):
         parameter = self.parameters[name]
         # A parameter without a gradient stays where it is.
         if parameter.grad is None:
-            return torch.zeros_like(widen(get_rows(parameter, rows)))
-        return widen(get_rows(parameter.grad, rows))
+            return torch.zeros_like(to_at_least_fp32(get_rows(parameter, rows)))
+        return to_at_least_fp32(get_rows(parameter.grad, rows))
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +85,7 @@ class TensorwiseGradientDirection(GradientDirection):
     def compute_vector(self, name: str, rows: slice) -> torch.Tensor:
         gradient = super().compute_vector(name, rows)
         if name not in self.norms:
-            self.norms[name] = compute_length(self.parameters[name].grad)
+            self.norms[name] = compute_euclidean_norm(self.parameters[name].grad)
         return gradient / self.norms[name] if self.norms[name] > 0 else gradient
 
 
@@ -101,14 +101,14 @@ class RandomDirection(Direction):
 
     @classmethod
     def from_parameters(cls, parameters: Parameters, seed: int) -> Self:
-        """A direction over all parameters; `restrict` it to those that are to be moved."""
+        """A direction over all parameters; `restrict_to_parameters` it to those that are to be moved."""
         scales = {name: compute_rms(p.detach()) for name, p in parameters.items()}
         # For tensors whose weights are all zero, such as B in a new LoRA.
         largest = max(scales.values()) or 1.0
         return cls(parameters, {name: scale or largest for name, scale in scales.items()}, seed)
 
     def compute_vector(self, name: str, rows: slice) -> torch.Tensor:
-        values = widen(get_rows(self.parameters[name], rows))
+        values = to_at_least_fp32(get_rows(self.parameters[name], rows))
         generator = seed_generator(values.device, self.seed, "signs", name, rows.start)
         signs = torch.randint(0, 2, values.shape, generator=generator, device=values.device, dtype=values.dtype)
         return (2 * signs - 1) * self.scales[name]
@@ -122,11 +122,11 @@ class UntrainedDirection(RandomDirection):
 
 
 @torch.no_grad()
-def widen(tensor: torch.Tensor) -> torch.Tensor:
+def to_at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def split_rows(tensor: torch.Tensor) -> Iterator[slice]:
+def split_rows_into_parts(tensor: torch.Tensor) -> Iterator[slice]:
     """Rows of a tensor in parts of at most `_MAX_ELEMENTS` elements, which bounds the memory of temporary values."""
     num_rows = len(tensor) if tensor.ndim else 1
     if not tensor.numel():
@@ -141,18 +141,18 @@ def get_rows(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
     return tensor.detach()[rows] if tensor.ndim else tensor.detach()
 
 
-def compute_length(tensor: torch.Tensor | None) -> float:
+def compute_euclidean_norm(tensor: torch.Tensor | None) -> float:
     """Euclidean length in fp64; 0 for None."""
     if tensor is None:
         return 0.0
-    return sum(get_rows(tensor, rows).double().square().sum().item() for rows in split_rows(tensor)) ** 0.5
+    return sum(get_rows(tensor, rows).double().square().sum().item() for rows in split_rows_into_parts(tensor)) ** 0.5
 
 
 def compute_rms(values: torch.Tensor) -> float:
-    return compute_length(values) / values.numel() ** 0.5 if values.numel() else 0.0
+    return compute_euclidean_norm(values) / values.numel() ** 0.5 if values.numel() else 0.0
 
 
-def project(parameter: torch.Tensor, displacement: torch.Tensor, rows: slice) -> float:
+def compute_gradient_dot_product(parameter: torch.Tensor, displacement: torch.Tensor, rows: slice) -> float:
     """Scalar product of rows of a parameter's gradient and their displacement in fp64; 0 without a gradient."""
     if parameter.grad is None:
         return 0.0
@@ -165,7 +165,7 @@ def seed_generator(device: torch.device, seed: int, stream: str, *keys: str | in
     return torch.Generator(device).manual_seed(derive_seed(seed, stream, *keys) & 0xFFFFFFFF)
 
 
-class Displacement:
+class WeightDisplacement:
     """Moves parameters along a direction; the original weights are kept as a copy. Use `displace_weights`.
 
     A step is rounded at random to multiples of the spacing of `dtype` at the weight. Low precision would drop a step
@@ -180,19 +180,19 @@ class Displacement:
         self._originals = {name: p.detach().clone() for name, p in direction.parameters.items()}
 
     @torch.no_grad()
-    def move_to(self, position: int) -> float:
+    def move_weights_to_position(self, position: int) -> float:
         """Set the weights to original + `position` steps. Returns the change of the loss that the gradient predicts.
 
         The prediction is for the displacement as stored.
         """
         predicted = 0.0
         for name, parameter in self.direction.parameters.items():
-            for rows in split_rows(parameter):
+            for rows in split_rows_into_parts(parameter):
                 moved, original = get_rows(parameter, rows), get_rows(self._originals[name], rows)
                 # Always from the copy: adding and subtracting would not give the original bits back.
-                moved.copy_(widen(original) + position * self._compute_step(name, rows))
+                moved.copy_(to_at_least_fp32(original) + position * self._compute_step(name, rows))
                 # In fp64, of the stored values: what low precision rounded away has not moved the loss either.
-                predicted += project(parameter, moved.double() - original.double(), rows)
+                predicted += compute_gradient_dot_product(parameter, moved.double() - original.double(), rows)
         return predicted
 
     def compute_random_projection(self) -> float:
@@ -201,13 +201,13 @@ class Displacement:
         for name, parameter in self.direction.parameters.items():
             if parameter.grad is None:
                 continue
-            for rows in split_rows(parameter):
+            for rows in split_rows_into_parts(parameter):
                 step = self._compute_step(name, rows).double()
                 total += torch.sum((get_rows(parameter.grad, rows).double() * step).square()).item()
         return total**0.5
 
     @torch.no_grad()
-    def restore(self) -> None:
+    def restore_weights(self) -> None:
         for name, parameter in self.direction.parameters.items():
             parameter.copy_(self._originals[name])
 
@@ -218,20 +218,20 @@ class Displacement:
         generator = seed_generator(vector.device, 0, "rounding", name, rows.start)
         # The coarser of the dtype that stores the weight and the dtype that it is cast to in the forward pass.
         dtype = max(original.dtype, self.dtype, key=lambda dtype: torch.finfo(dtype).eps)
-        return round_to_spacing(self.size * vector, widen(original), dtype, generator)
+        return round_to_spacing(self.size * vector, to_at_least_fp32(original), dtype, generator)
 
 
 @contextmanager
-def displace_weights(direction: Direction, size: float, dtype: torch.dtype) -> Iterator[Displacement]:
+def displace_weights(direction: Direction, size: float, dtype: torch.dtype) -> Iterator[WeightDisplacement]:
     """Context in which weights can be moved; on exit they have their original bits. Copies the weights it moves."""
-    displacement = Displacement(direction, size, dtype)
+    displacement = WeightDisplacement(direction, size, dtype)
     # A loop may hold a graph from before the check, as a GAN does. Its weights get their bits back, but autograd would
     # refuse them for their version.
     with torch.autograd._unsafe_preserve_version_counter(tuple(direction.parameters.values())):
         try:
             yield displacement
         finally:
-            displacement.restore()
+            displacement.restore_weights()
 
 
 def round_to_spacing(

@@ -23,7 +23,7 @@ from dit_lora.guard.gradient_check.check import (
     describe_loss_change,
     get_module_name,
 )
-from dit_lora.guard.gradient_check.ranks import GradientCheckError, run_together
+from dit_lora.guard.gradient_check.ranks import GradientCheckError, run_or_raise_on_all_ranks
 from dit_lora.guard.gradient_check.slopes import TOLERANCES
 from dit_lora.guard.replay import get_cuda_devices, preserve_gradients
 from dit_lora.numerics.finite import HALF_DTYPES
@@ -68,7 +68,7 @@ def check_step_gradient(
         report = None
         # A model may have ops that exist in 16 bits only. An error on one rank ends the attempt on all.
         with suppress(GradientCheckError):
-            report = run_together(lambda: _check_in_fp32(step, groups, step_loss))
+            report = run_or_raise_on_all_ranks(lambda: _check_in_fp32(step, groups, step_loss))
         if report is not None:
             return report
     return check_gradient(step.compute_terms, step.parameters, dtype=step.dtype, groups=groups, step_loss=step_loss)
@@ -83,7 +83,7 @@ def _check_in_fp32(
     if not all(bool(gradient.isfinite().all()) for gradient in gradients.values()):
         return None
     with torch.random.fork_rng(get_cuda_devices(step.model)):
-        replayed, loss = _replay(step)
+        replayed, loss = _replay_step_gradients(step)
         if reason := describe_loss_change(loss, step_loss, step.dtype):
             return GradientReport("cannot tell", (), _EVALUATIONS_PER_REPLAY, reason=reason)
         # Before the conversion to fp32, so that its gradients need not be kept.
@@ -91,7 +91,7 @@ def _check_in_fp32(
         # Frees memory for the gradients in fp32.
         del replayed
         exact_step = replace(step, is_in_fp32=True)
-        with exact_step.use_precision(), preserve_gradients(step.model), _allow_tf32(step):
+        with exact_step.use_replay_precision(), preserve_gradients(step.model), _allow_tf32(step):
             exact_step.compute_gradients()
             exact = _list_gradients(exact_step)
             report = check_gradient(
@@ -113,7 +113,7 @@ def _check_in_fp32(
     return None if distance is None else replace(report, fp32_distance=distance)
 
 
-def _replay(step: ReplayableStep) -> tuple[Gradients, float]:
+def _replay_step_gradients(step: ReplayableStep) -> tuple[Gradients, float]:
     """Gradients and loss of a replay of the step. Collective."""
     with preserve_gradients(step.model):
         loss = step.compute_gradients()
@@ -140,13 +140,13 @@ def _allow_tf32(step: ReplayableStep) -> Iterator[None]:
 
 def _compare_with_replay(step: ReplayableStep, gradients: Gradients, replayed: Gradients) -> GradientReport | None:
     """A report of layers whose gradient is not that of replays; None if there are none. Collective."""
-    errors = _measure_layers(gradients, replayed)
+    errors = _compute_layer_differences(gradients, replayed)
     # On all ranks alike, because their gradients are equal.
     if not any(error for error, _ in errors.values()):
         return None
     # GPUs may sum in another order each time.
-    noise = _measure_layers(_replay(step)[0], replayed)
-    total_noise, total_length = _add_layers(noise)
+    noise = _compute_layer_differences(_replay_step_gradients(step)[0], replayed)
+    total_noise, total_length = _combine_layer_norms(noise)
     # A race, or random numbers that a replay does not repeat.
     if total_noise > _MAX_NOISE * total_length:
         reason = f"gradients of two replays of the step differ by {total_noise / total_length:.2g} of their length"
@@ -160,7 +160,7 @@ def _compare_with_replay(step: ReplayableStep, gradients: Gradients, replayed: G
     ]
     if not layers:
         return None
-    total_error, total_length = _add_layers(errors)
+    total_error, total_length = _combine_layer_norms(errors)
     share = f"{total_error / total_length:.2g}" if total_length else "all"
     # A wrong scale, or another batch, makes all layers wrong.
     if len(layers) == len(errors):
@@ -175,7 +175,7 @@ def _compare_with_replay(step: ReplayableStep, gradients: Gradients, replayed: G
     return GradientReport("differs", (), 0, location, reason)
 
 
-def _measure_layers(gradients: Gradients, reference: Gradients) -> dict[str, tuple[float, float]]:
+def _compute_layer_differences(gradients: Gradients, reference: Gradients) -> dict[str, tuple[float, float]]:
     """By layer, the length of the difference and that of the reference. Missing gradients are zero."""
     squares: dict[str, tuple[float, float]] = {}
     for name in {**reference, **gradients}:
@@ -188,7 +188,7 @@ def _measure_layers(gradients: Gradients, reference: Gradients) -> dict[str, tup
     return {layer: (error**0.5, total**0.5) for layer, (error, total) in squares.items()}
 
 
-def _add_layers(lengths: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
+def _combine_layer_norms(lengths: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
     """Lengths over all layers, of the differences and of the references."""
     total_error, total_length = (sum(values[k] ** 2 for values in lengths.values()) ** 0.5 for k in (0, 1))
     return total_error, total_length

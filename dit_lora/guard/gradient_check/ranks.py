@@ -50,7 +50,7 @@ def gather_or_raise(kind: str, compute: Callable[[], T]) -> list[T]:
     return [value for _, (value,), _ in outcomes]
 
 
-def run_together(attempt: Callable[[], T]) -> T:
+def run_or_raise_on_all_ranks(attempt: Callable[[], T]) -> T:
     """Run a part of a gradient check, which may fail with any exception. Collective.
 
     Raises:
@@ -64,12 +64,12 @@ def run_together(attempt: Callable[[], T]) -> T:
         gather_or_raise("end", lambda: None)
         return results[0]
 
-    def fail() -> NoReturn:
+    def raise_failure() -> NoReturn:
         raise failures[0]
 
     # The other ranks wait in their next exchange, or at the end.
     if get_num_processes() > 1:
-        gather_or_raise("error", fail)
+        gather_or_raise("error", raise_failure)
     raise GradientCheckError(_describe_error(failures[0])) from failures[0]
 
 

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from dit_lora.guard.gradient_check.directions import Direction, displace_weights
-from dit_lora.numerics.stop_gradient import StoppedValues
+from dit_lora.numerics.stop_gradient import StopGradientValues
 
 CheckResult = Literal["agrees", "differs", "cannot tell"]
 LossTerms = Callable[[], torch.Tensor]
@@ -42,7 +42,7 @@ The truncation error is that of a smooth loss. ReLU makes it larger, by 1.2 boun
 _CONFIRMED_NOISE = 4.0
 """The difference at the smallest size that confirms it, in bounds of the noise."""
 _CONFIRMED_SIZE_FACTOR = 8.0
-"""Ratio of two step sizes in `persists_down_to_rounding`."""
+"""Ratio of two step sizes in `persists_at_smallest_step`."""
 _MIN_CONFIRMED_SIZE = 1e-3
 """The smallest size that confirms a difference, relative to the best."""
 _REPEATS = (1.1, 0.9, 1.2)
@@ -101,33 +101,37 @@ class LossEvaluator:
     base_noise: float = field(init=False)
     """Lower bound of the noise: of rounding the terms, and of two evaluations at the same weights."""
     _epsilon: float = field(init=False, default=0.0)
-    _stopped_values: StoppedValues = field(init=False, default_factory=StoppedValues)
+    _stopped_values: StopGradientValues = field(init=False, default_factory=StopGradientValues)
 
     def evaluate_base(self) -> None:
         """Evaluate the loss twice at the original weights."""
-        terms, repeated_terms = self.evaluate(), self.evaluate()
+        terms, repeated_terms = self.evaluate_loss_terms(), self.evaluate_loss_terms()
         # 1.0 has the spacing eps; the sum that makes a term adds more rounding.
         rounding = self._epsilon * terms.norm().item()
         self.base_terms = terms
-        self.base_noise = max(rounding, _measure_spread(repeated_terms - terms) / math.sqrt(2))
+        self.base_noise = max(rounding, _estimate_error_of_sum(repeated_terms - terms) / math.sqrt(2))
 
     @property
     def base_loss(self) -> float:
         return self.base_terms.sum().item()
 
-    def require_budget(self, num_evaluations: int) -> None:
+    def require_evaluation_budget(self, num_evaluations: int) -> None:
         """Raise `EvaluationBudgetError` if so many evaluations are too many."""
         if self.num_evaluations + num_evaluations > self.max_evaluations:
             raise EvaluationBudgetError
 
-    def evaluate(self) -> torch.Tensor:
+    def evaluate_loss_terms(self) -> torch.Tensor:
         """The terms of the loss at the present weights, fp64 on the CPU."""
         self.num_evaluations += 1
         # Autocast caches casts of weights, which would hide that they have changed. In some versions of PyTorch a cast
         # that was cached without gradients also loses the gradient of the next step.
         torch.clear_autocast_cache()
         try:
-            with torch.no_grad(), torch.random.fork_rng(self.devices), self._stopped_values.hold():
+            with (
+                torch.no_grad(),
+                torch.random.fork_rng(self.devices),
+                self._stopped_values.hold_values_across_evaluations(),
+            ):
                 terms = self.compute_terms().detach()
         finally:
             torch.clear_autocast_cache()
@@ -136,7 +140,7 @@ class LossEvaluator:
         return terms.double().cpu().flatten()
 
 
-def _measure_spread(differences: torch.Tensor) -> float:
+def _estimate_error_of_sum(differences: torch.Tensor) -> float:
     # Errors of terms are independent (their root sum square), or of equal sign (their sum): the larger.
     return max(differences.sum().abs().item(), differences.norm().item())
 
@@ -166,7 +170,7 @@ class SlopeEstimate:
     """True if it is the average of several measurements with almost equal step sizes."""
 
     @property
-    def bound(self) -> float:
+    def slope_error_bound(self) -> float:
         return self.measurement_bound + self.gradient_error
 
     @property
@@ -177,28 +181,28 @@ class SlopeEstimate:
     @property
     def noise_bound(self) -> float:
         # Like Student's t: few values may happen to be close to each other.
-        return (1 + 4 / self.num_values) * _bound_noise(self.noise)
+        return (1 + 4 / self.num_values) * _compute_noise_bound(self.noise)
 
     @property
-    def difference(self) -> float:
+    def slope_difference(self) -> float:
         return self.slope - self.projection
 
     @property
-    def differs(self) -> bool:
-        return abs(self.difference) > self.bound
+    def has_significant_difference(self) -> bool:
+        return abs(self.slope_difference) > self.slope_error_bound
 
     @property
     def is_reportable(self) -> bool:
         """True if the difference is too large even for a loss that is not smooth."""
-        return abs(self.difference) > self.bound + (_TRUNCATION_FACTOR - 1) * self.truncation
+        return abs(self.slope_difference) > self.slope_error_bound + (_TRUNCATION_FACTOR - 1) * self.truncation
 
 
-def _bound_noise(noise: float) -> float:
+def _compute_noise_bound(noise: float) -> float:
     """Bound of a slope's error, from the standard deviation of one evaluation."""
     return _NOISE_FACTOR * _SLOPE_DEVIATION * noise
 
 
-def divide(numerator: float, denominator: float) -> float:
+def divide_or_infinity(numerator: float, denominator: float) -> float:
     """The quotient; infinite, or NaN for 0 / 0, if the denominator is 0."""
     if denominator:
         return numerator / denominator
@@ -221,16 +225,23 @@ class SlopeComparison:
     @property
     def ratio(self) -> float:
         """Measured slope / projection of the gradient: 1 for a correct gradient, 2 for half of it."""
-        return divide(self.estimate.slope, self.estimate.projection) if self.estimate else math.nan
+        return divide_or_infinity(self.estimate.slope, self.estimate.projection) if self.estimate else math.nan
 
     @property
     def bound(self) -> float:
         """Bound of the ratio's error; infinite if the gradient's projection is zero."""
-        return divide(self.estimate.bound, abs(self.estimate.projection)) if self.estimate else math.inf
+        return (
+            divide_or_infinity(self.estimate.slope_error_bound, abs(self.estimate.projection))
+            if self.estimate
+            else math.inf
+        )
 
-    def exceeds(self, num_bounds: float) -> bool:
+    def has_difference_beyond_bounds(self, num_bounds: float) -> bool:
         """True if slope and gradient differ by more than so many bounds."""
-        return self.estimate is not None and abs(self.estimate.difference) > num_bounds * self.estimate.bound
+        return (
+            self.estimate is not None
+            and abs(self.estimate.slope_difference) > num_bounds * self.estimate.slope_error_bound
+        )
 
 
 def compare_slopes(
@@ -258,29 +269,33 @@ def compare_slopes(
         estimates.append(estimate)
         # Longer steps reduce noise by this factor at most.
         max_noise_bound = tolerance.max_bound * estimate.scale * _SIZE_FACTOR ** (max_sizes - 1)
-        if max_sizes < MAX_SIZES and estimate.noise_bound > max_noise_bound and not estimate.differs:
+        if (
+            max_sizes < MAX_SIZES
+            and estimate.noise_bound > max_noise_bound
+            and not estimate.has_significant_difference
+        ):
             break
-        next_size = _choose_next_size(_share_noise(estimates), tolerance)
+        next_size = _choose_next_size(_take_largest_noise_estimate(estimates), tolerance)
     names = tuple(direction.parameters)
     if not estimates:
         return SlopeComparison(direction.label, names, "cannot tell", evaluator.num_evaluations - began)
-    shared = _share_noise(estimates)
+    shared = _take_largest_noise_estimate(estimates)
     # Not for comparisons that may stay without a result.
     if max_sizes == MAX_SIZES and _is_inconclusive(shared, tolerance):
-        shared = _average_best(evaluator, direction, shared, dtype)
-    result = judge_estimates(shared, tolerance)
-    if result == "differs" and not _persists(evaluator, direction, shared, dtype):
+        shared = _average_best_estimate(evaluator, direction, shared, dtype)
+    result = conclude_from_estimates(shared, tolerance)
+    if result == "differs" and not _persists_at_small_step(evaluator, direction, shared, dtype):
         result = "cannot tell"
     num_evaluations = evaluator.num_evaluations - began
-    return SlopeComparison(direction.label, names, result, num_evaluations, _find_best(shared))
+    return SlopeComparison(direction.label, names, result, num_evaluations, _find_best_estimate(shared))
 
 
-def _persists(
+def _persists_at_small_step(
     evaluator: LossEvaluator, direction: Direction, estimates: Sequence[SlopeEstimate], dtype: torch.dtype
 ) -> bool:
     """False if a difference disappears at the smallest step size at which noise would still show it."""
-    best = _find_best(estimates)
-    size = best.size * max(_CONFIRMED_NOISE * best.noise_bound / abs(best.difference), _MIN_CONFIRMED_SIZE)
+    best = _find_best_estimate(estimates)
+    size = best.size * max(_CONFIRMED_NOISE * best.noise_bound / abs(best.slope_difference), _MIN_CONFIRMED_SIZE)
     # Such a size was tried.
     if size > 0.7 * min(e.size for e in estimates):
         return True
@@ -288,7 +303,7 @@ def _persists(
         estimate = measure_slope(evaluator, direction, size, dtype)
     except EvaluationBudgetError:
         return True
-    return estimate.differs and _is_confirmed_by(best, estimate)
+    return estimate.has_significant_difference and _has_same_difference(best, estimate)
 
 
 def may_use_tf32(parameters: Iterable[torch.Tensor]) -> bool:
@@ -297,29 +312,29 @@ def may_use_tf32(parameters: Iterable[torch.Tensor]) -> bool:
     return is_allowed and any(p.is_cuda for p in parameters)
 
 
-def persists_down_to_rounding(
+def persists_at_smallest_step(
     evaluator: LossEvaluator, direction: Direction, comparison: SlopeComparison, dtype: torch.dtype
 ) -> bool:
     """True if a difference stays the same down to the smallest step size at which rounding does not hide it.
 
-    Attention that divides by a sum of ReLUs near zero bends the loss within a thousandth of a usual step. `_persists`
+    Attention that divides by a sum of ReLUs near zero bends the loss within a thousandth of a usual step. `_persists_at_small_step`
     takes such bends for noise, and does not look that closely.
     """
     best = comparison.estimate
     if best is None:
         return False
-    difference = abs(best.difference) / best.size
+    difference = abs(best.slope_difference) / best.size
     # Terms may be fp64 sums of what the model has computed in `dtype`.
     rounding = max(evaluator.base_noise, torch.finfo(dtype).eps * evaluator.base_terms.norm().item())
     try:
         # Where rounding hides the difference, the fourth difference is rounding alone.
-        closest = measure_slope(evaluator, direction, _bound_noise(rounding) / difference, dtype)
+        closest = measure_slope(evaluator, direction, _compute_noise_bound(rounding) / difference, dtype)
         smallest = _CONFIRMED_NOISE * replace(closest, noise=max(closest.noise, rounding)).noise_bound / difference
         size = best.size
         while size > 1.4 * smallest:
             size = max(size / _CONFIRMED_SIZE_FACTOR, smallest)
             estimate = measure_slope(evaluator, direction, size, dtype)
-            if not (estimate.differs and _is_confirmed_by(best, estimate)):
+            if not (estimate.has_significant_difference and _has_same_difference(best, estimate)):
                 return False
     except EvaluationBudgetError:
         return False
@@ -328,14 +343,14 @@ def persists_down_to_rounding(
 
 def measure_slope(evaluator: LossEvaluator, direction: Direction, size: float, dtype: torch.dtype) -> SlopeEstimate:
     """Measure the slope at one step size. Raises `EvaluationBudgetError` before the first evaluation."""
-    evaluator.require_budget(EVALUATIONS_PER_SIZE)
+    evaluator.require_evaluation_budget(EVALUATIONS_PER_SIZE)
     # By position: (terms,), and the change that the gradient predicts.
     terms = {0: evaluator.base_terms}
     predicted = {}
     with displace_weights(direction, size, dtype) as displacement:
         for position in _POSITIONS:
-            predicted[position] = displacement.move_to(position)
-            terms[position] = evaluator.evaluate()
+            predicted[position] = displacement.move_weights_to_position(position)
+            terms[position] = evaluator.evaluate_loss_terms()
         random_projection = displacement.compute_random_projection()
     # Central differences, in which even powers of the step size cancel.
     projections = [(predicted[k] - predicted[-k]) / (2 * k) for k in (1, 2)]
@@ -346,7 +361,7 @@ def measure_slope(evaluator: LossEvaluator, direction: Direction, size: float, d
     # Zero for a cubic polynomial, so that noise and higher derivatives are left.
     # Each sample's differences in fp64, before they are summed.
     fourth = terms[2] - 4 * terms[1] + 6 * terms[0] - 4 * terms[-1] + terms[-2]
-    noise = _measure_spread(fourth) / math.sqrt(_FOURTH_DIFFERENCE_VARIANCE)
+    noise = _estimate_error_of_sum(fourth) / math.sqrt(_FOURTH_DIFFERENCE_VARIANCE)
     return SlopeEstimate(
         size=size,
         slope=projection + _extrapolate(near, far),
@@ -354,14 +369,14 @@ def measure_slope(evaluator: LossEvaluator, direction: Direction, size: float, d
         noise=max(noise, evaluator.base_noise),
         # Three times the correction that the extrapolation makes: the remaining error is smaller.
         truncation=abs(far - near),
-        gradient_error=_bound_gradient_error(direction, dtype, projection, random_projection),
+        gradient_error=_compute_gradient_error_bound(direction, dtype, projection, random_projection),
         scale=max(abs(projection), random_projection),
         moves_loss=any(not torch.equal(terms[k], terms[0]) for k in _POSITIONS),
         num_values=len(fourth),
     )
 
 
-def _bound_gradient_error(
+def _compute_gradient_error_bound(
     direction: Direction, dtype: torch.dtype, projection: float, random_projection: float
 ) -> float:
     """Bound of the rounding error in the projection of a correct gradient.
@@ -379,7 +394,7 @@ def _extrapolate(near: float, far: float) -> float:
     return (4 * near - far) / 3
 
 
-def _share_noise(estimates: Sequence[SlopeEstimate]) -> list[SlopeEstimate]:
+def _take_largest_noise_estimate(estimates: Sequence[SlopeEstimate]) -> list[SlopeEstimate]:
     """Use for each estimate the largest noise at its own and smaller sizes, in order of size.
 
     Noise hardly depends on the step size, and each size finds it from few values. Larger sizes are left out, because
@@ -400,7 +415,7 @@ def _choose_next_size(estimates: Sequence[SlopeEstimate], tolerance: SlopeTolera
         return None if estimates[-1].projection == 0 else estimates[-1].size * _SIZE_FACTOR**2
     if not _is_inconclusive(estimates, tolerance):
         return None
-    best = _find_best(estimates)
+    best = _find_best_estimate(estimates)
     sides = [best.size * _SIZE_FACTOR, best.size / _SIZE_FACTOR]
     # Noise needs larger steps and curvature smaller ones. A bound as large as the slope says that the loss is far from
     # linear; then the fourth difference is curvature too.
@@ -413,20 +428,22 @@ def _choose_next_size(estimates: Sequence[SlopeEstimate], tolerance: SlopeTolera
 
 def _is_inconclusive(estimates: Sequence[SlopeEstimate], tolerance: SlopeTolerance) -> bool:
     """True if the estimates give no result yet, or a result with a wide bound."""
-    best = _find_best(estimates)
-    is_narrow = divide(best.measurement_bound, best.scale) <= tolerance.target_bound
-    is_settled = judge_estimates(estimates, tolerance) == "differs" or (is_narrow and not best.differs)
+    best = _find_best_estimate(estimates)
+    is_narrow = divide_or_infinity(best.measurement_bound, best.scale) <= tolerance.target_bound
+    is_settled = conclude_from_estimates(estimates, tolerance) == "differs" or (
+        is_narrow and not best.has_significant_difference
+    )
     return best.moves_loss and not is_settled
 
 
-def _average_best(
+def _average_best_estimate(
     evaluator: LossEvaluator, direction: Direction, estimates: Sequence[SlopeEstimate], dtype: torch.dtype
 ) -> list[SlopeEstimate]:
     """Repeat the best measurement with slightly different step sizes, and replace it with the average.
 
     Other step sizes round otherwise, so their noise is independent.
     """
-    best = _find_best(estimates)
+    best = _find_best_estimate(estimates)
     measured = [best]
     with suppress(EvaluationBudgetError):
         measured.extend(measure_slope(evaluator, direction, best.size * factor, dtype) for factor in _REPEATS)
@@ -451,34 +468,38 @@ def _average_best(
     return [*(e for e in estimates if e is not best), average_estimate]
 
 
-def _find_best(estimates: Sequence[SlopeEstimate]) -> SlopeEstimate:
-    return min(estimates, key=lambda e: e.bound / e.size)
+def _find_best_estimate(estimates: Sequence[SlopeEstimate]) -> SlopeEstimate:
+    return min(estimates, key=lambda e: e.slope_error_bound / e.size)
 
 
-def judge_estimates(estimates: Sequence[SlopeEstimate], tolerance: SlopeTolerance) -> CheckResult:
+def conclude_from_estimates(estimates: Sequence[SlopeEstimate], tolerance: SlopeTolerance) -> CheckResult:
     """The result that estimates at several step sizes support."""
     if not any(e.moves_loss for e in estimates):
         # The loss does not depend on the weights, bit for bit, and the gradient says the same.
         return "agrees" if all(e.projection == 0 for e in estimates) else "cannot tell"
-    best = _find_best(estimates)
-    if not best.differs:
-        return "agrees" if divide(best.bound, best.scale) <= tolerance.max_bound else "cannot tell"
+    best = _find_best_estimate(estimates)
+    if not best.has_significant_difference:
+        return (
+            "agrees"
+            if divide_or_infinity(best.slope_error_bound, best.scale) <= tolerance.max_bound
+            else "cannot tell"
+        )
     if not best.is_reportable:
         return "cannot tell"
     # A smaller size: a loss that is not smooth, as with ReLU, deviates by less there, and a wrong gradient does not.
     # An average of four differs less often by chance: a second size need not exclude equality.
     confirming = [e for e in estimates if e.size < best.size and (e.differs or best.is_average)]
-    return "differs" if any(_is_confirmed_by(best, estimate) for estimate in confirming) else "cannot tell"
+    return "differs" if any(_has_same_difference(best, estimate) for estimate in confirming) else "cannot tell"
 
 
-def _is_confirmed_by(estimate: SlopeEstimate, second_estimate: SlopeEstimate) -> bool:
+def _has_same_difference(estimate: SlopeEstimate, second_estimate: SlopeEstimate) -> bool:
     """True if a second step size shows the same difference.
 
     In low precision, small changes of a layer's output are rounded away when they are added to it. Then the measured
     slope is too small without any noise, but it depends on the step size.
     """
     # Per length: steps of different sizes change the loss by different amounts.
-    difference = estimate.difference / estimate.size
-    second_difference = second_estimate.difference / second_estimate.size
+    difference = estimate.slope_difference / estimate.size
+    second_difference = second_estimate.slope_difference / second_estimate.size
     # A difference that is caused by rounding shrinks by more than this from one size to the next.
     return abs(difference - second_difference) <= 0.5 * min(abs(difference), abs(second_difference))

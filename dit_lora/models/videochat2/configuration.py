@@ -76,8 +76,8 @@ class VideoChat2Config(PreTrainedConfig):
         prompt_format: str = "mistral",
         **kwargs: Any,
     ) -> None:
-        self.vision_config = fill_defaults(vision_config, VISION_DEFAULTS, "vision_config")
-        self.qformer_config = fill_defaults(qformer_config, QFORMER_DEFAULTS, "qformer_config")
+        self.vision_config = fill_config_defaults(vision_config, VISION_DEFAULTS, "vision_config")
+        self.qformer_config = fill_config_defaults(qformer_config, QFORMER_DEFAULTS, "qformer_config")
         if not isinstance(text_config, PreTrainedConfig):
             # config.json stores the language model's config as a plain dict.
             values = dict(text_config or {})
@@ -150,7 +150,7 @@ class VideoChat2Config(PreTrainedConfig):
 AutoConfig.register("videochat2", VideoChat2Config)
 
 
-def fill_defaults(values: Mapping[str, Any] | None, defaults: Mapping[str, Any], name: str) -> dict[str, Any]:
+def fill_config_defaults(values: Mapping[str, Any] | None, defaults: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Update default options with `values`, and return the result. Raises `DitLoraError` for an unknown key."""
     unknown = sorted(set(values or {}) - set(defaults))
     if unknown:

@@ -26,17 +26,17 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, format_list
-from dit_lora.files import stage_folder, write_json
+from dit_lora.files import write_folder_atomically, write_json
 from dit_lora.models.videochat2.configuration import VideoChat2Config
-from dit_lora.models.videochat2.gather import Sources, TensorOnDisk, check_tensors, collect_tensors
+from dit_lora.models.videochat2.gather import TensorOnDisk, TensorSources, check_tensor_sources, collect_tensor_sources
 from dit_lora.models.videochat2.modeling import VideoChat2ForConditionalGeneration
 from dit_lora.models.videochat2.released import (
     MODEL_TYPES,
     PROMPT_FORMATS,
-    ReleasedFile,
+    ReleasedWeightsFile,
     find_language_model,
     is_instruction_tuned,
-    read_released,
+    read_released_weights,
 )
 from dit_lora.models.videochat2.tokenizer import load_tokenizer
 
@@ -52,7 +52,7 @@ SHARD_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True)
-class Conversion:
+class ConversionReport:
     """Report of a checkpoint conversion: what happened to every tensor."""
 
     path: Path
@@ -92,7 +92,7 @@ def convert_videochat2(
     seed: int = 0,
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[str], None] | None = None,
-) -> Conversion:
+) -> ConversionReport:
     """Write `output_folder` with every tensor of the files converted or accounted for.
 
     Dtypes are those of the files. At most one shard is in memory. After an error or interruption, `output_folder` does
@@ -118,8 +118,8 @@ def convert_videochat2(
     """
     _check_paths(output_folder, llm, vision, stages, qformer_tokenizer)
     # Zip files are memory-mapped, so values are read only when a shard is written.
-    released = [read_released(path) for path in stages]
-    files = [read_released(vision), *released] if vision else released
+    released = [read_released_weights(path) for path in stages]
+    files = [read_released_weights(vision), *released] if vision else released
     # Fail early: all configs and tokenizers are checked before tensors are collected.
     tokenizer, bert_tokenizer = _load_tokenizers(llm, qformer_tokenizer)
     kind = _require_language_model(released)
@@ -140,12 +140,12 @@ def convert_videochat2(
     # Released files have blocks of the vision encoder that the model does not build.
     blocks = len(model.model.vision_encoder.encoder.blocks)
     # Stage 1 comes first, so that later stages override it.
-    sources = collect_tensors(llm, files, blocks=blocks, use_text=ours.qformer_config["use_text"])
+    sources = collect_tensor_sources(llm, files, blocks=blocks, use_text=ours.qformer_config["use_text"])
     fresh = _initialize_extra_queries(sources, expected, seed)
-    check_tensors(sources, expected)
+    check_tensor_sources(sources, expected)
     # After the check, every LoRA matrix fits its weight.
-    adapter = _Adapter(sources, lora_alpha)
-    with stage_folder(output_folder) as folder:
+    adapter = _LanguageModelLora(sources, lora_alpha)
+    with write_folder_atomically(output_folder) as folder:
         if keep_adapter:
             adapter.save(folder / ADAPTER_FOLDER)
         else:
@@ -157,7 +157,7 @@ def convert_videochat2(
     notes = (*notes, f"legacy: {ours.legacy}; prompt format: {ours.prompt_format}")
     counts = Counter(sources.weights[name].file.name for name in expected)
     unused = {reason: tuple(names) for reason, names in sources.unused.items()}
-    return Conversion(output_folder, counts, unused, adapter.report, fresh, notes)
+    return ConversionReport(output_folder, counts, unused, adapter.report, fresh, notes)
 
 
 def _check_paths(
@@ -192,7 +192,7 @@ def _load_tokenizers(llm: Path, qformer_tokenizer: Path) -> tuple[Any, Any]:
     return tokenizer, bert_tokenizer
 
 
-def _require_language_model(files: Sequence[ReleasedFile]) -> str:
+def _require_language_model(files: Sequence[ReleasedWeightsFile]) -> str:
     """Kind of the language model that all files belong to: `mistral`, `llama` or `phi`.
 
     Raises `DitLoraError` if they differ.
@@ -224,7 +224,9 @@ def _read_text_config(llm: Path, kind: str, tokenizer: Any) -> tuple[PreTrainedC
     return text_config, () if stated == actual else (f"bos_token_id {stated} -> {actual}, the tokenizer's",)
 
 
-def _initialize_extra_queries(sources: Sources, expected: Mapping[str, tuple[int, ...]], seed: int) -> tuple[str, ...]:
+def _initialize_extra_queries(
+    sources: TensorSources, expected: Mapping[str, tuple[int, ...]], seed: int
+) -> tuple[str, ...]:
     """Initialize the `extra_query_tokens` if no file has them. Returns the names of the initialized tensors."""
     if EXTRA_QUERIES in sources.weights:
         return ()
@@ -234,10 +236,10 @@ def _initialize_extra_queries(sources: Sources, expected: Mapping[str, tuple[int
     return (EXTRA_QUERIES,)
 
 
-class _Adapter:
+class _LanguageModelLora:
     """The LoRA of the language model found in the released files, at scale alpha / rank."""
 
-    def __init__(self, sources: Sources, alpha: float) -> None:
+    def __init__(self, sources: TensorSources, alpha: float) -> None:
         self.sources, self.alpha, self.report = sources, alpha, ""
         ranks = {lora["A"].shape[0] for lora in sources.lora.values()}
         if len(ranks) > 1:
@@ -310,7 +312,11 @@ def _write_tokenizers(folder: Path, llm: Path, tokenizer: Any, qformer_tokenizer
 
 
 def _write_shards(
-    folder: Path, sources: Sources, names: Sequence[str], shard_bytes: int, progress: Callable[[str], None] | None
+    folder: Path,
+    sources: TensorSources,
+    names: Sequence[str],
+    shard_bytes: int,
+    progress: Callable[[str], None] | None,
 ) -> None:
     """Write the tensors in shards as Transformers does. Raises `DitLoraError` after the last if any is not finite."""
     # Names of the tensors in each shard.
@@ -349,7 +355,7 @@ def _shard_name(number: int) -> str:
     return f"shard-{number}.safetensors"
 
 
-def _iter_shards(sources: Sources, names: Sequence[str], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+def _iter_shards(sources: TensorSources, names: Sequence[str], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
     """Yield tensors in groups of up to `shard_bytes`, or a single larger one.
 
     Each group is read when requested.

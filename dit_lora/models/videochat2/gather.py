@@ -11,10 +11,10 @@ from dit_lora.config.records import WeightMap, read_typed_json
 from dit_lora.environment.safetensors_files import open_safetensors, read_header
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.models.videochat2.released import (
-    ReleasedFile,
+    ReleasedWeightsFile,
     map_language_model_name,
     map_tensor_name,
-    read_released,
+    read_released_weights,
     unused_reason,
 )
 
@@ -33,7 +33,7 @@ class TensorOnDisk:
 
 
 @dataclass
-class Sources:
+class TensorSources:
     """Files that each tensor of the converted model comes from. Later files override earlier ones."""
 
     # By our name.
@@ -45,12 +45,14 @@ class Sources:
     unknown: list[str] = field(default_factory=list)
 
 
-def collect_tensors(llm: Path, files: Sequence[ReleasedFile], *, blocks: int, use_text: bool) -> Sources:
+def collect_tensor_sources(
+    llm: Path, files: Sequence[ReleasedWeightsFile], *, blocks: int, use_text: bool
+) -> TensorSources:
     """Collect the tensors of the language model's folder, overridden by those of the files in their order.
 
     `blocks` and `use_text` are those of `unused_reason`. Raises `DitLoraError` if a file cannot be read.
     """
-    sources = Sources()
+    sources = TensorSources()
     for name, stored in _iter_language_model_weights(llm):
         if reason := unused_reason(name, blocks=blocks, use_text=use_text):
             sources.unused.setdefault(reason, []).append(f"{stored.file.name}: {name}")
@@ -117,11 +119,11 @@ def _iter_safetensors(file: Path) -> Iterator[tuple[str, TensorOnDisk]]:
 
 
 def _iter_pickled(file: Path) -> Iterator[tuple[str, TensorOnDisk]]:
-    for name, tensor in read_released(file).tensors.items():
+    for name, tensor in read_released_weights(file).tensors.items():
         yield name, TensorOnDisk(file, tuple(tensor.shape), tensor.detach)
 
 
-def check_tensors(sources: Sources, expected: Mapping[str, tuple[int, ...]]) -> None:
+def check_tensor_sources(sources: TensorSources, expected: Mapping[str, tuple[int, ...]]) -> None:
     """Raise one `DitLoraError` that lists every unknown or missing tensor, and every tensor of another shape."""
     problems = [f"{name}: unknown" for name in sources.unknown]
     # Tensors that the model lacks, or that have another shape.

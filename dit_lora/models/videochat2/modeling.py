@@ -136,7 +136,7 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
             return embeds
         return embeds.masked_scatter(is_media[..., None], features.to(embeds.dtype))
 
-    def check_media(self, input_ids: torch.Tensor, pixel_values: torch.Tensor | None) -> None:
+    def check_media_tokens(self, input_ids: torch.Tensor, pixel_values: torch.Tensor | None) -> None:
         """Raise `DitLoraError` unless each row has as many media tokens as its pixels need.
 
         Synchronizes with the device.
@@ -233,7 +233,7 @@ class VideoChat2ForConditionalGeneration(VideoChat2PreTrainedModel, GenerationMi
         `labels` (B, L) are token ids or -100. They are shifted here, as in all Transformers models.
         """
         if input_ids is not None:
-            self.model.check_media(input_ids, pixel_values)
+            self.model.check_media_tokens(input_ids, pixel_values)
         outputs = self.model(
             input_ids=input_ids,
             pixel_values=pixel_values,

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from dit_lora.errors import DitLoraError, format_list
-from dit_lora.files import open_regular
+from dit_lora.files import open_regular_file
 
 PROMPT_FORMATS = {"mistral": "mistral", "llama": "vicuna", "phi": "phi3"}
 """The language model's name in the files (`mistral` in `mistral_model` and `mistral_proj`) to its prompt format."""
@@ -121,7 +121,7 @@ def is_instruction_tuned(names: Mapping[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class ReleasedFile:
+class ReleasedWeightsFile:
     """The tensors of one .pth file. They stay on disk until they are used."""
 
     path: Path
@@ -130,11 +130,11 @@ class ReleasedFile:
     """Names of other entries that a training run saved, such as `optimizer`."""
 
 
-def read_released(path: Path) -> ReleasedFile:
+def read_released_weights(path: Path) -> ReleasedWeightsFile:
     """Open a .pth file without running code from it. Raises `DitLoraError` if it has anything but tensors."""
     try:
         # torch would wait forever on a named pipe.
-        open_regular(path).close()
+        open_regular_file(path).close()
         # Only zip files, which torch has written since 1.6, can be memory-mapped.
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
@@ -161,4 +161,4 @@ def read_released(path: Path) -> ReleasedFile:
     ]
     if not_tensors:
         raise DitLoraError(format_list(f"{path} is not a state dict; these are not tensors:", not_tensors))
-    return ReleasedFile(path, dict(loaded), other_keys)
+    return ReleasedWeightsFile(path, dict(loaded), other_keys)

@@ -143,7 +143,7 @@ class VideoChat2VisionEncoder(nn.Module):
         # Number of tokens in time.
         times = frames // tubelet
         side = size // self.config["patch_size"]
-        positions = position_table(
+        positions = build_position_table(
             tokens.shape[-1],
             side,
             times,
@@ -170,7 +170,7 @@ class VideoChat2Vision(nn.Module):
 
 
 @lru_cache(maxsize=8)
-def position_table(
+def build_position_table(
     width: int,
     side: int,
     frames: int,

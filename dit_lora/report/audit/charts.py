@@ -97,12 +97,12 @@ def make_histogram(title: str, values: Sequence[float], unit: str) -> Histogram 
 def _find_ratio_name(ratio: float) -> str:
     """The nearest common aspect ratio, width to height."""
 
-    def distance(name: str) -> float:
+    def compute_log_distance(name: str) -> float:
         width, height = name.split(":")
         # Compare logarithms, so that 2:1 and 1:2 are equally far from 1:1.
         return abs(math.log(ratio * int(height) / int(width)))
 
-    return min(_RATIOS, key=distance)
+    return min(_RATIOS, key=compute_log_distance)
 
 
 def _compute_bins(values: Sequence[float]) -> tuple[list[float], list[int], bool]:

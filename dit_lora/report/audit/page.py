@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dit_lora.data.audit.finding import VERDICTS, AuditedSample, Verdict
-from dit_lora.errors import join_first
+from dit_lora.errors import join_first_items
 from dit_lora.report.audit.charts import (
     ChannelChart,
     Histogram,
@@ -18,9 +18,9 @@ from dit_lora.report.audit.charts import (
     make_count_chart,
     make_histogram,
 )
-from dit_lora.report.audit.pairs import choose_evenly, choose_pairs, make_card
+from dit_lora.report.audit.pairs import choose_edit_samples, choose_evenly, make_sample_card
 from dit_lora.report.charts.bars import BarChart, format_number
-from dit_lora.report.pages import PagePictures, clip_text, render_page, write_page
+from dit_lora.report.pages import PagePictures, render_page, truncate_text, write_page
 
 MAX_CARDS = 200
 """Maximum number of samples shown; the JSON file lists all of them."""
@@ -32,7 +32,7 @@ _MAX_CHANNELS = 128
 
 
 @dataclass(frozen=True)
-class Buckets:
+class BucketTable:
     """A bucket report as rows of text for the audit page."""
 
     advice: Sequence[str]
@@ -83,7 +83,7 @@ def write_audit_page(
         title=title,
         totals=totals,
         notes=notes,
-        cards=[make_card(sample, pictures) for sample in shown_samples],
+        cards=[make_sample_card(sample, pictures) for sample in shown_samples],
         hidden=hidden,
         findings_of_a_card=_MAX_FINDINGS,
         # VERDICTS are in order of severity.
@@ -113,7 +113,7 @@ def _choose_samples(samples: Sequence[AuditedSample]) -> list[AuditedSample]:
     # Warnings share what is left, and samples without findings what is left after them.
     max_cards = _divide_cards(warned, MAX_CARDS - len(chosen))
     chosen += [sample for code, group in warned.items() for sample in group[: max_cards[code]]]
-    chosen += choose_pairs(samples, MAX_CARDS - len(chosen))
+    chosen += choose_edit_samples(samples, MAX_CARDS - len(chosen))
     files = {sample.file for sample in chosen}
     good_samples = [sample for sample in samples if sample.verdict == "ok" and sample.file not in files]
     return chosen + choose_evenly(good_samples, MAX_CARDS - len(chosen))
@@ -169,7 +169,7 @@ def _format_facts(facts: Mapping[str, Any]) -> str:
         f"{width:g} x {height:g}" if height and width else "",
         f"{fps:.4g} fps" if fps else "",
         f"{seconds:.3g} s" if seconds else "",
-        clip_text(str(facts.get("codec") or "")),
+        truncate_text(str(facts.get("codec") or "")),
     ]
     return ", ".join(part for part in parts if part)
 
@@ -216,7 +216,7 @@ def _list_duplicates(samples: Sequence[AuditedSample]) -> list[str]:
             root = previous_file
         groups.setdefault(root, [root]).append(file)
     ordered = sorted(groups.values(), key=len, reverse=True)
-    return [join_first(dict.fromkeys(members), _MAX_NAMES) for members in ordered]
+    return [join_first_items(dict.fromkeys(members), _MAX_NAMES) for members in ordered]
 
 
 def _find_trailing_name(text: str, files: Collection[str]) -> str | None:
@@ -227,7 +227,7 @@ def _find_trailing_name(text: str, files: Collection[str]) -> str | None:
     return next((tail for tail in tails if tail in files), None)
 
 
-def build_bucket_rows(report: Mapping[str, Any]) -> Buckets:
+def build_bucket_rows(report: Mapping[str, Any]) -> BucketTable:
     """Rows of a bucket report for the template buckets.html, from `BucketReport.as_dict()`."""
     rows = []
     for row in report["buckets"]:
@@ -244,8 +244,8 @@ def build_bucket_rows(report: Mapping[str, Any]) -> Buckets:
             f"{row['upscaled']:,}",
         ]
         rows.append((cells, not row["samples"]))
-    dropped = [(sample["id"], sample["code"], clip_text(sample["words"])) for sample in report["dropped"]]
-    return Buckets(report["advice"], rows, dropped)
+    dropped = [(sample["id"], sample["code"], truncate_text(sample["words"])) for sample in report["dropped"]]
+    return BucketTable(report["advice"], rows, dropped)
 
 
 def _to_number(value: Any) -> float | None:

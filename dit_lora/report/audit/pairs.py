@@ -16,7 +16,7 @@ _TINT_OPACITY = 0.6
 
 
 @dataclass(frozen=True)
-class Card:
+class SampleCard:
     """Card of one sample for the audit page, with its pictures, each a data URI or an empty string."""
 
     sample: AuditedSample
@@ -24,16 +24,16 @@ class Card:
     references: Sequence[str] = ()
 
 
-def make_card(sample: AuditedSample, pictures: PagePictures) -> Card:
+def make_sample_card(sample: AuditedSample, pictures: PagePictures) -> SampleCard:
     """Make a sample's card for the audit page, with as many of its pictures as the page has space for."""
     picture = sample.thumbnail
     if picture is not None and sample.mask is not None:
-        picture = tint_picture(picture, sample.mask, is_video="seconds" in sample.facts)
+        picture = tint_masked_area(picture, sample.mask, is_video="seconds" in sample.facts)
     references = [pictures.make_uri(reference) for reference in sample.references]
-    return Card(sample, pictures.make_uri(picture), references)
+    return SampleCard(sample, pictures.make_uri(picture), references)
 
 
-def choose_pairs(samples: Sequence[AuditedSample], max_pairs: int) -> list[AuditedSample]:
+def choose_edit_samples(samples: Sequence[AuditedSample], max_pairs: int) -> list[AuditedSample]:
     """Choose at most `max_pairs` good samples with references or a mask, evenly spaced over the data set."""
     pairs = [
         sample
@@ -50,7 +50,7 @@ def choose_evenly(samples: Sequence[AuditedSample], count: int) -> list[AuditedS
     return [samples[round(position)] for position in np.linspace(0, len(samples) - 1, count)]
 
 
-def tint_picture(picture: bytes, mask: bytes, *, is_video: bool) -> bytes:
+def tint_masked_area(picture: bytes, mask: bytes, *, is_video: bool) -> bytes:
     """Tint the part of a picture, or of frames in a row, that the mask excludes from the loss.
 
     `picture`, `mask` and the result are JPEG bytes.

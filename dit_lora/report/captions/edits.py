@@ -13,7 +13,7 @@ from dit_lora.data.sources.caption_text import find_caption_fault
 from dit_lora.data.sources.caption_undo import UndoStep
 from dit_lora.errors import DitLoraError
 from dit_lora.report.captions.page import CaptionFindings, compute_caption_version
-from dit_lora.report.captions.rules import TextRules
+from dit_lora.report.captions.rules import CaptionRules
 from dit_lora.report.captions.sheet import ContactSheet, SheetSource, build_sheet, count_tokens, list_sheet_lines
 
 _MAX_AWAITED_FILES = 2_000
@@ -56,7 +56,7 @@ class StaleCaptionError(DitLoraError):
 class CaptionEdits:
     """A folder's captions, read again when their files have changed, since other programs may write them."""
 
-    def __init__(self, root: Path, rules: TextRules) -> None:
+    def __init__(self, root: Path, rules: CaptionRules) -> None:
         self.root, self.rules = root, rules
         self._table: CaptionTable | None = None
         self._audit = StoredAudit()
@@ -72,7 +72,7 @@ class CaptionEdits:
         """
         with self._lock:
             is_checked = self._findings.has_checked or (self._first_check is not None and self._first_check.done())
-            if is_checked or sample_filter.needs_checks:
+            if is_checked or sample_filter.needs_audit_results:
                 return build_sheet(self._read_source(self._read_table()), sample_filter, page_number, self.rules)
             # Opening a .txt file for each of many files takes longer than all else.
             table = self._read_table(skip_texts=not sample_filter.text)
@@ -82,11 +82,13 @@ class CaptionEdits:
             # At most one check in this process: that of another folder may be under way.
             if self._first_check is None and _CHECKER_IS_FREE.acquire(blocking=False):
                 # A copy of what edits change meanwhile. The next `update` checks these edits.
-                self._first_check = _CHECKER.submit(self.check_all, replace(table, captions=dict(table.captions)))
+                self._first_check = _CHECKER.submit(
+                    self.check_all_captions, replace(table, captions=dict(table.captions))
+                )
                 self._first_check.add_done_callback(lambda _: _CHECKER_IS_FREE.release())
             return sheet
 
-    def check_all(self, table: CaptionTable) -> tuple[CaptionTable, StoredAudit, CaptionFindings]:
+    def check_all_captions(self, table: CaptionTable) -> tuple[CaptionTable, StoredAudit, CaptionFindings]:
         """Read the folder's audit and .txt files and check all captions, which takes a second for 30,000 files."""
         # Both threads share one interpreter, which would otherwise delay the sheet.
         time.sleep(_CHECK_DELAY_S)
@@ -95,11 +97,11 @@ class CaptionEdits:
         findings.update(table)
         return table, StoredAudit.read(self.root), findings
 
-    def list_lines(self, sample_filter: SampleFilter) -> list[str]:
+    def list_caption_lines(self, sample_filter: SampleFilter) -> list[str]:
         """A line for each file that passes a filter: name, tokens or words, codes of findings, caption."""
         with self._lock:
             source = self._read_source(self._read_table())
-            return list_sheet_lines(source, source.list_matches(sample_filter), self.rules)
+            return list_sheet_lines(source, source.list_matching_files(sample_filter), self.rules)
 
     def find_media(self, name: str) -> Path | None:
         """Path of a media file of the folder; None if there is none of that name."""
@@ -197,8 +199,10 @@ class CaptionEdits:
     def _preview(
         self, table: CaptionTable, change: CaptionChange, sample_filter: SampleFilter
     ) -> CaptionChangePreview:
-        source = self._read_source(table) if sample_filter.needs_checks else SheetSource(table, is_checked=False)
-        names = source.list_matches(sample_filter)
+        source = (
+            self._read_source(table) if sample_filter.needs_audit_results else SheetSource(table, is_checked=False)
+        )
+        names = source.list_matching_files(sample_filter)
         changes = change.find_changes(table, names)
         captions = {name: (table.captions.get(name, ""), new) for name, new in changes.items()}
         return CaptionChangePreview(captions, compute_change_version(table, changes))

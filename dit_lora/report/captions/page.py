@@ -13,7 +13,7 @@ from dit_lora.data.media.media import MediaFile
 from dit_lora.data.sources.caption_table import CaptionTable
 from dit_lora.data.sources.caption_text import has_word
 from dit_lora.data.sources.clips import Clip
-from dit_lora.report.captions.rules import TextRules
+from dit_lora.report.captions.rules import CaptionRules
 from dit_lora.report.captions.thumbnails import make_thumbnail
 from dit_lora.report.pages import PagePictures, render_page, write_page
 
@@ -36,7 +36,7 @@ class CaptionCard:
 class CaptionFindings:
     """The caption audit's findings by file, cached between requests: only changed captions are checked again."""
 
-    def __init__(self, rules: TextRules) -> None:
+    def __init__(self, rules: CaptionRules) -> None:
         self._rules = rules
         self._checked_captions: dict[str, str | None] = {}
         self._findings_by_file: dict[str, list[Finding]] = {}
@@ -77,7 +77,7 @@ def compute_caption_version(caption: str) -> str:
 
 
 def check_table_captions(
-    table: CaptionTable, rules: TextRules, names: Collection[str] | None = None
+    table: CaptionTable, rules: CaptionRules, names: Collection[str] | None = None
 ) -> dict[str, list[Finding]]:
     """The audit's findings about captions by file, for `names` or all files. Files without findings are absent."""
     media = [name for name in table.media if names is None or name in names]
@@ -96,7 +96,7 @@ def check_table_captions(
     return findings
 
 
-def write_captions_page(path: Path, table: CaptionTable, rules: TextRules) -> Path:
+def write_captions_page(path: Path, table: CaptionTable, rules: CaptionRules) -> Path:
     """Write a page of captions that links to the media files. Files with findings come first.
 
     Raises:
@@ -116,7 +116,7 @@ def write_captions_page(path: Path, table: CaptionTable, rules: TextRules) -> Pa
 
 def count_captions(table: CaptionTable, findings: dict[str, list[Finding]]) -> dict[str, Any]:
     """Title of a page of captions, and its numbers of files: all, without a caption, and with other findings."""
-    missing = len(table.uncaptioned)
+    missing = len(table.uncaptioned_files)
     return {
         "title": table.root.resolve().name,
         "total": len(table.media),

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TextRules:
+class CaptionRules:
     """Additional rules for captions: a text encoder's token limit, and a trigger word that each must contain."""
 
     tokenizer: Any = None
@@ -19,10 +19,10 @@ class TextRules:
     trigger: str | None = None
 
 
-def load_text_rules(recipe: str | Path | None, trigger: str | None) -> TextRules:
+def load_text_rules(recipe: str | Path | None, trigger: str | None) -> CaptionRules:
     """The rules of a recipe's text encoder, and of a trigger word. Raises as `load_text_limit` does."""
     limit = load_text_limit(recipe)
-    return TextRules(trigger=trigger) if limit is None else TextRules(limit.tokenizer, limit.max_tokens, trigger)
+    return CaptionRules(trigger=trigger) if limit is None else CaptionRules(limit.tokenizer, limit.max_tokens, trigger)
 
 
 def load_text_limit(recipe: str | Path | None) -> "TextLimit | None":

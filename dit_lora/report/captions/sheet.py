@@ -15,7 +15,7 @@ from dit_lora.data.sources.caption_undo import UndoStep
 from dit_lora.data.sources.clips import Clip
 from dit_lora.report.captions.extra_files import RelatedFile
 from dit_lora.report.captions.page import compute_caption_version, count_captions, encode_address
-from dit_lora.report.captions.rules import TextRules
+from dit_lora.report.captions.rules import CaptionRules
 from dit_lora.terminal import make_one_line
 
 CARDS_PER_PAGE = 60
@@ -61,7 +61,7 @@ class ContactSheet:
     audit_time: float
     """When the media were audited, in seconds since 1970; 0 if they were not."""
     undo: UndoStep | None
-    rules: TextRules
+    rules: CaptionRules
     has_rows: bool
     """True if captions come from a metadata.jsonl, and not from .txt files or none."""
     other_list: str
@@ -87,7 +87,7 @@ class SheetSource:
     def get_sample(self, name: str) -> StoredSample:
         return self.audit.samples.get(name) or StoredSample()
 
-    def list_matches(self, sample_filter: SampleFilter) -> list[str]:
+    def list_matching_files(self, sample_filter: SampleFilter) -> list[str]:
         """The files that pass a filter, in the order of the folder."""
         # The usual case, which need not look at each of many files.
         if sample_filter == SampleFilter():
@@ -100,9 +100,9 @@ class SheetSource:
         ]
 
 
-def build_sheet(source: SheetSource, sample_filter: SampleFilter, number: int, rules: TextRules) -> ContactSheet:
+def build_sheet(source: SheetSource, sample_filter: SampleFilter, number: int, rules: CaptionRules) -> ContactSheet:
     """Page `number` (from 1) of the files that pass a filter; a number beyond the last page gives the last one."""
-    table, names = source.table, source.list_matches(sample_filter)
+    table, names = source.table, source.list_matching_files(sample_filter)
     # Ceiling division; an empty result still has one page.
     num_pages = max(1, -(-len(names) // CARDS_PER_PAGE))
     number = min(max(1, number), num_pages)
@@ -134,7 +134,7 @@ def build_sheet(source: SheetSource, sample_filter: SampleFilter, number: int, r
     )
 
 
-def list_sheet_lines(source: SheetSource, names: Sequence[str], rules: TextRules) -> list[str]:
+def list_sheet_lines(source: SheetSource, names: Sequence[str], rules: CaptionRules) -> list[str]:
     """A line for each file, with tabs between name, tokens or words of the caption, codes of findings, and caption."""
     lines = []
     for name, num_tokens in count_tokens(source.table, names, rules).items():
@@ -145,7 +145,7 @@ def list_sheet_lines(source: SheetSource, names: Sequence[str], rules: TextRules
     return lines
 
 
-def count_tokens(table: CaptionTable, names: Sequence[str], rules: TextRules) -> dict[str, int]:
+def count_tokens(table: CaptionTable, names: Sequence[str], rules: CaptionRules) -> dict[str, int]:
     """Tokens of each file's caption, special ones included; without a tokenizer, its words."""
     # Stripped, as training does.
     captions = {name: table.captions.get(name, "").strip() for name in names}

@@ -11,13 +11,13 @@ from threading import BoundedSemaphore
 import numpy as np
 from PIL import Image
 
-from dit_lora.data.media.decode import Instants
+from dit_lora.data.media.decode import ArbitraryFrameTimes
 from dit_lora.data.media.kind import is_image
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.pictures import DECODE_ERRORS, open_image, scale_to_cover
 from dit_lora.data.media.video import ClipError, decode_pictures, read_header
 from dit_lora.data.sources.caption_table import WORK_FOLDER
-from dit_lora.files import read_inside, write_atomically
+from dit_lora.files import read_file_inside_folder, write_atomically
 
 _NUM_FRAMES, _HEIGHT = 3, 160  # number of frames of a thumbnail, and its height in pixels
 _MAX_RATIO = 4  # largest ratio of its sides
@@ -35,7 +35,7 @@ def get_thumbnail(root: Path, file: Path) -> bytes | None:
     """
     # It may have been removed since the page was rendered.
     try:
-        stamp = MediaFile(file).get_stamp()
+        stamp = MediaFile(file).get_file_stamp()
     except OSError:
         return b""
     # A file that is replaced has another stamp, and so another thumbnail.
@@ -43,7 +43,7 @@ def get_thumbnail(root: Path, file: Path) -> bytes | None:
     # 256 folders: some file systems are slow with many files in one.
     path = root / WORK_FOLDER / "thumbnails" / key[:2] / f"{key}.jpg"
     with suppress(OSError):
-        return read_inside(root, path, _MAX_JPEG_BYTES)
+        return read_file_inside_folder(root, path, _MAX_JPEG_BYTES)
     if not _MAKING.acquire(timeout=_MAX_WAIT_S):
         return None
     try:
@@ -86,7 +86,7 @@ def _make_clip_thumbnail(media: MediaFile) -> bytes:
         width = round(min(_MAX_RATIO, max(1 / _MAX_RATIO, header.width / header.height)) * _HEIGHT)
         # uint8 (H, W, 3) each, cropped to the thumbnail's aspect ratio.
         fit = partial(scale_to_cover, height=_HEIGHT, width=width)
-        pictures = decode_pictures(media, Instants(tuple(seconds)), fit)
+        pictures = decode_pictures(media, ArbitraryFrameTimes(tuple(seconds)), fit)
     except ClipError:
         return b""
     if not pictures:

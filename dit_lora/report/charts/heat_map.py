@@ -49,7 +49,7 @@ class ModuleHistory:
             for columns in (self.steps, self.by_block, self.by_layer):
                 del columns[1::2]
 
-    def drop_from(self, step: int) -> None:
+    def drop_steps_from(self, step: int) -> None:
         """Remove a step and the later ones from the heat maps."""
         # A resumed run repeats steps: remove what it will report again.
         while self.steps and self.steps[-1] >= step:

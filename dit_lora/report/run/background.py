@@ -9,7 +9,7 @@ from dit_lora.report.run.files import RunReader
 from dit_lora.report.run.page import write_run_page
 
 
-class Reporting:
+class BackgroundReporter:
     """Background writer of a run's report.html, one report at a time; errors are only logged.
 
     During the run, samples are linked and not embedded, so that a report takes a second however many there are.

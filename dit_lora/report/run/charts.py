@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dit_lora.errors import format_kind
+from dit_lora.errors import format_event_kind
 from dit_lora.report.charts.bars import Bar, BarChart, format_number, should_use_log_scale
 from dit_lora.report.charts.data import (
     Numbers,
@@ -17,7 +17,7 @@ from dit_lora.report.charts.data import (
     group_values,
 )
 from dit_lora.report.run.files import RunFiles
-from dit_lora.report.run.history import Metrics, ensure_dict, get_diagnosis, to_float_or_nan
+from dit_lora.report.run.history import MetricColumns, ensure_dict, get_diagnosis, to_float_or_nan
 
 _WINDOW_SIZES = (1, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 _NUM_COLORS = 6  # --c0 to --c5 in style.css
@@ -85,43 +85,45 @@ class ChartGroup:
     charts: Sequence[LineChart | BarChart]
 
 
-def choose_window(run: RunFiles) -> int:
+def choose_smoothing_window(run: RunFiles) -> int:
     """Number of steps that a smoothed line averages: a twentieth of the run, at least 5 and at most 100."""
     count = len(run.metrics.steps)
     return max(1, min(count, 100, max(5, count // 20)))
 
 
-def list_windows(run: RunFiles) -> list[int]:
-    """The smoothing windows, in steps, that the page offers; they include `choose_window`."""
+def list_smoothing_windows(run: RunFiles) -> list[int]:
+    """The smoothing windows, in steps, that the page offers; they include `choose_smoothing_window`."""
     count = len(run.metrics.steps)
-    return sorted({choose_window(run), *(window for window in _WINDOW_SIZES if window <= max(1, count // 2))})
+    return sorted(
+        {choose_smoothing_window(run), *(window for window in _WINDOW_SIZES if window <= max(1, count // 2))}
+    )
 
 
 def build_run_charts(run: RunFiles) -> list[ChartGroup]:
     """The report's charts in order; charts and groups without data are left out."""
     metrics = run.metrics
-    losses = [Curve("training", metrics.get_column("loss"), 0, faint=True)]
+    losses = [Curve("training", metrics.get_metric_column("loss"), 0, faint=True)]
     for name, color, measured in (("eval", 1, run.eval_losses), ("validation", 2, run.validation_losses)):
         if measured:
             losses.append(Curve(name, list(measured.values()), color, smooth=False, steps=list(measured)))
-    norms = metrics.get_groups("grad_norm_groups")
+    norms = metrics.get_grouped_columns("grad_norm_groups")
     # With one parameter group, its norm is the total norm.
     total_name = "all groups" if len(norms) > 1 else "gradient norm"
-    gradients = [Curve(total_name, metrics.get_column("grad_norm"), 0, faint=True)]
+    gradients = [Curve(total_name, metrics.get_metric_column("grad_norm"), 0, faint=True)]
     if len(norms) > 1:
         gradients += [Curve(*item, color) for color, item in enumerate(norms.items(), start=1)]
-    rates = metrics.get_groups("lr_groups")
+    rates = metrics.get_grouped_columns("lr_groups")
     rate_curves = [Curve(*item, color, smooth=False) for color, item in enumerate(rates.items())]
     # Compare the peaks: a warm-up or a decay to zero is readable on a linear axis.
     log = should_use_log_scale([np.max(rate, where=np.isfinite(rate), initial=0.0) for rate in rates.values()])
-    seconds, waiting = metrics.get_column("seconds"), metrics.get_column("data_seconds")
+    seconds, waiting = metrics.get_metric_column("seconds"), metrics.get_metric_column("data_seconds")
     with np.errstate(divide="ignore", invalid="ignore"):
         # Steps without a duration give NaN, which the page leaves out.
         share = 100 * (np.asarray(waiting) / np.asarray(seconds))
     throughput = Curve("samples per second", compute_samples_per_second(metrics), 2, faint=True)
     whole_step, waiting_part = Curve("whole step", seconds, 0, faint=True), Curve("waiting for data", waiting, 1)
     percentage = Curve("waiting for data", share, 1)
-    peak = Curve("peak", metrics.get_column("peak_gib"), 4, smooth=False)
+    peak = Curve("peak", metrics.get_metric_column("peak_gib"), 4, smooth=False)
     training = [
         _build_chart("Loss", "loss", losses),
         _build_line_chart(metrics, "loss_by_timestep", "Loss by timestep, over the run"),
@@ -160,10 +162,10 @@ def build_axes(run: RunFiles) -> list[dict[str, object]]:
     metrics = run.metrics
     axes: list[dict[str, object]] = [{"name": "step", "x": None}]
     per_epoch = to_float_or_nan(run.data.get("samples"))
-    elapsed = np.cumsum(metrics.get_column("seconds"))
+    elapsed = np.cumsum(metrics.get_metric_column("seconds"))
     total = elapsed[-1] if elapsed.size else math.nan
     scale, unit = (3600, "hours") if total >= 10_800 else (60, "minutes") if total >= 180 else (1, "seconds")
-    samples = np.asarray(metrics.get_column("samples"))
+    samples = np.asarray(metrics.get_metric_column("samples"))
     columns = {f"{unit} in steps": elapsed / scale}
     if per_epoch > 0:
         columns = {"epoch": samples / per_epoch, **columns}
@@ -193,30 +195,33 @@ def list_event_marks(run: RunFiles) -> list[tuple[int, str]]:
     for event in run.events:
         step, diagnosis = event.get("step"), get_diagnosis(event)
         if isinstance(step, int):
-            kind = format_kind(str(event.get("kind", "event")))
+            kind = format_event_kind(str(event.get("kind", "event")))
             message = f": {diagnosis['words']}" if diagnosis.get("words") else ""
             label = f"{kind}, {event.get('action', 'report')}{message}"
             labels.append((step, label[:_WORDS]))
     return labels
 
 
-def compute_samples_per_second(metrics: Metrics) -> Values:
+def compute_samples_per_second(metrics: MetricColumns) -> Values:
     """Samples per second of each step; metrics.jsonl counts samples from the beginning of the run."""
-    counts, seconds = np.asarray(metrics.get_column("samples")), np.asarray(metrics.get_column("seconds"))
+    counts, seconds = (
+        np.asarray(metrics.get_metric_column("samples")),
+        np.asarray(metrics.get_metric_column("seconds")),
+    )
     # Steps without new samples or without a duration have no rate.
     new = np.diff(counts, prepend=0.0)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where((new > 0) & (seconds > 0), new / seconds, np.nan)
 
 
-def _build_line_chart(metrics: Metrics, key: str, title: str) -> LineChart | None:
+def _build_line_chart(metrics: MetricColumns, key: str, title: str) -> LineChart | None:
     """Line chart of losses by part of the batch, such as a range of timesteps."""
-    parts = _sort_parts(metrics.get_groups(key))
+    parts = _sort_parts(metrics.get_grouped_columns(key))
     curves = [Curve(_format_range(name), values, color, sparse=True) for color, (name, values) in enumerate(parts)]
     return _build_chart(title, "loss", curves)
 
 
-def _build_bar_chart(metrics: Metrics, key: str, title: str) -> BarChart | None:
+def _build_bar_chart(metrics: MetricColumns, key: str, title: str) -> BarChart | None:
     """Bar chart of mean losses over the last quarter of the run, by part of the batch.
 
     Over all steps, the first ones would hide the final level.
@@ -224,7 +229,7 @@ def _build_bar_chart(metrics: Metrics, key: str, title: str) -> BarChart | None:
     # At least one step, also in a run of one to four steps.
     start = len(metrics.steps) - math.ceil(len(metrics.steps) / 4)
     bars = []
-    for part, column in _sort_parts(metrics.get_groups(key)):
+    for part, column in _sort_parts(metrics.get_grouped_columns(key)):
         # NaN means that the step has no value for this part.
         losses = [loss for loss in column[start:] if not math.isnan(loss)]
         finite = [loss for loss in losses if math.isfinite(loss)]
@@ -237,9 +242,9 @@ def _build_bar_chart(metrics: Metrics, key: str, title: str) -> BarChart | None:
     return BarChart(title, bars, f"mean loss, steps {metrics.steps[start]:,} to {metrics.steps[-1]:,}")
 
 
-def build_timestep_chart(metrics: Metrics) -> BarChart | None:
+def build_timestep_chart(metrics: MetricColumns) -> BarChart | None:
     """Bar chart of the fraction of all samples so far with a timestep in each range; None without data."""
-    parts = _sort_parts(metrics.get_groups("drawn_by_timestep"))
+    parts = _sort_parts(metrics.get_grouped_columns("drawn_by_timestep"))
     # NaN for steps without a sample in this range.
     counts = {name: int(np.nansum(column)) for name, column in parts}
     total = sum(counts.values())
@@ -279,10 +284,10 @@ def _build_chart(
     return LineChart(title, unit, finite_curves, log, from_zero)
 
 
-def compute_waiting_share(metrics: Metrics) -> float:
+def compute_waiting_share(metrics: MetricColumns) -> float:
     """Fraction of all steps' time that was spent waiting for data; NaN if no step recorded it."""
-    waiting = np.asarray(metrics.get_column("data_seconds"))
-    seconds = np.asarray(metrics.get_column("seconds"))
+    waiting = np.asarray(metrics.get_metric_column("data_seconds"))
+    seconds = np.asarray(metrics.get_metric_column("seconds"))
     # Only steps that have both values.
     measured = np.isfinite(waiting + seconds)
     total = seconds[measured].sum()

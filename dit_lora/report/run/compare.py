@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dit_lora.files import can_open_inside
+from dit_lora.files import can_open_inside_folder
 from dit_lora.report.charts.bars import compute_ticks, format_number
 from dit_lora.report.run.files import RunFiles
 from dit_lora.report.run.history import ensure_dict
 from dit_lora.report.run.page import get_sample_prompts
 from dit_lora.report.run.recipe_diff import flatten_section
 from dit_lora.report.run.samples import MAX_SAMPLE_BYTES, MAX_STEPS
-from dit_lora.report.run.words import NO_VALUE, Figure, build_figures
+from dit_lora.report.run.words import NO_VALUE, HeadlineFigure, build_figures
 
 _WIDTH, _HEIGHT = 640, 240  # of a chart, in units of its view box
 _MAX_POINTS = 320  # points of a curve; more steps are averaged
@@ -35,12 +35,12 @@ class OverlaidChart:
     last_step: int
 
 
-def list_figures(runs: Sequence[RunFiles]) -> list[Row]:
+def list_headline_figures(runs: Sequence[RunFiles]) -> list[Row]:
     """The headline figures of the runs' reports, a row for each."""
     by_run = [{figure.label: figure for figure in build_figures(run)} for run in runs]
     # Only some runs have a validation loss.
     labels = dict.fromkeys(label for figures in by_run for label in figures)
-    missing = Figure("", NO_VALUE)
+    missing = HeadlineFigure("", NO_VALUE)
     rows = [(label, [figures.get(label, missing) for figures in by_run]) for label in labels]
     return [(label, [f"{figure.value} {figure.detail}".strip() for figure in figures]) for label, figures in rows]
 
@@ -76,7 +76,7 @@ def list_prompts(runs: Sequence[RunFiles], steps: Sequence[int | None]) -> list[
         path_by_prompt: dict[str, str] = {}
         for path in paths:
             match = _SAMPLE_PATTERN.fullmatch(path.name)
-            if match and can_open_inside(run.folder, path, MAX_SAMPLE_BYTES):
+            if match and can_open_inside_folder(run.folder, path, MAX_SAMPLE_BYTES):
                 index = int(match[1])
                 text = texts[index] if index < len(texts) else f"prompt {index}"
                 path_by_prompt[text] = path.relative_to(run.folder).as_posix()
@@ -101,8 +101,8 @@ def list_curves(runs: Sequence[RunFiles]) -> list[tuple[str, list[list[tuple[int
     return [
         ("Eval loss", [list(run.eval_losses.items()) for run in runs]),
         ("Validation loss", [list(run.validation_losses.items()) for run in runs]),
-        ("Training loss", [_average(run.metrics.steps, run.metrics.get_column("loss")) for run in runs]),
-        ("Seconds per step", [_average(run.metrics.steps, run.metrics.get_column("seconds")) for run in runs]),
+        ("Training loss", [_average(run.metrics.steps, run.metrics.get_metric_column("loss")) for run in runs]),
+        ("Seconds per step", [_average(run.metrics.steps, run.metrics.get_metric_column("seconds")) for run in runs]),
     ]
 
 
@@ -126,13 +126,13 @@ def overlay_curves(title: str, curves: Sequence[Iterable[tuple[int, float]]]) ->
     # Equal values would leave the chart without a height.
     high = high if high > low else low + (abs(low) or 1.0)
 
-    def get_height(value: float) -> float:
+    def get_curve_y(value: float) -> float:
         # SVG's y axis points down.
         return round(_HEIGHT * (1 - (value - low) / (high - low)), 1)
 
     lines = [
-        " ".join(f"{_WIDTH * step / last_step:.1f},{get_height(value)}" for step, value in curve)
+        " ".join(f"{_WIDTH * step / last_step:.1f},{get_curve_y(value)}" for step, value in curve)
         for curve in finite_curves
     ]
-    ticks = [(get_height(tick), format_number(tick, 3)) for tick in compute_ticks(low, high)]
+    ticks = [(get_curve_y(tick), format_number(tick, 3)) for tick in compute_ticks(low, high)]
     return OverlaidChart(title, lines, ticks, last_step)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dit_lora.report.audit.page import Buckets, build_bucket_rows
+from dit_lora.report.audit.page import BucketTable, build_bucket_rows
 from dit_lora.report.run.files import RunFiles
 from dit_lora.report.run.history import ensure_dict
 from dit_lora.report.run.recipe_diff import format_value
@@ -18,7 +18,7 @@ class DataDescription:
     """Description of a run's training data as text: `counts` by name, and `rejected` samples with their reasons."""
 
     counts: Sequence[tuple[str, str]]
-    buckets: Buckets | None
+    buckets: BucketTable | None
     rejected: Sequence[tuple[str, str]]
     rejected_count: int
     codes: Sequence[tuple[str, str]]
@@ -63,7 +63,7 @@ def _format_count(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else ""
 
 
-def _read_buckets(report: Any) -> Buckets | None:
+def _read_buckets(report: Any) -> BucketTable | None:
     """A bucket report as rows of text; None if it is missing or of another version."""
     if not isinstance(report, Mapping):
         return None

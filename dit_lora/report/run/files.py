@@ -12,12 +12,12 @@ import numpy as np
 
 from dit_lora.config.validation import LossName
 from dit_lora.config.yaml_parsing import MAX_YAML_BYTES, parse_yaml
-from dit_lora.errors import DitLoraError, join_first
-from dit_lora.files import read_inside
+from dit_lora.errors import DitLoraError, join_first_items
+from dit_lora.files import read_file_inside_folder
 from dit_lora.parsing import parse_json
-from dit_lora.report.run.history import JsonLinesReader, Metrics, ensure_dict, to_float_or_nan
+from dit_lora.report.run.history import JsonLinesReader, MetricColumns, ensure_dict, to_float_or_nan
 from dit_lora.training.eval_losses import EVAL_LOSS_FILES, get_eval_losses
-from dit_lora.training.session.run_lock import is_live
+from dit_lora.training.session.run_lock import is_run_active
 
 # Bounded, because a failing run can write events for days.
 EVENTS, LEFT_OUT = 1000, 1000
@@ -38,7 +38,7 @@ class RunFiles:
     folder: Path
     config: dict[str, Any]
     environment: dict[str, Any]
-    metrics: Metrics
+    metrics: MetricColumns
     eval_losses: dict[int, float]
     """Losses at fixed noise by step: of training samples, or of a chat model's held-out conversations."""
     validation_losses: dict[int, float]
@@ -81,7 +81,7 @@ class RunReader:
         self.folder = Path(folder)
         self._tails = [JsonLinesReader(self.folder / name) for name in _LINE_FILES]
         self._metrics_tail, *self._eval_loss_tails, self._events_tail, self._quarantine_tail = self._tails
-        self._metric_columns = Metrics()
+        self._metric_columns = MetricColumns()
         self._eval_losses: list[dict[int, dict[str, float]]] = [{} for _ in EVAL_LOSS_FILES]
         self._losses_in_metrics: dict[int, dict[str, float]] = {}
         self._recent_events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
@@ -97,7 +97,7 @@ class RunReader:
         spoke = time.time() - self._find_last_write_time() < _SILENCE
         # The newest samples may still be growing.
         newest = [_get_stat(path) for path in samples[-2:]]
-        return f"{stats}{len(samples)}{newest}{spoke}{is_live(self.folder)}"
+        return f"{stats}{len(samples)}{newest}{spoke}{is_run_active(self.folder)}"
 
     def read(self, state: RunState | None = None) -> RunFiles:
         """Read everything in a run's folder except samples.
@@ -125,8 +125,8 @@ class RunReader:
             notes += tail.describe_problems(is_running=state == "running")
         metrics = self._metric_columns
         notes += [
-            *_describe_nonfinite("loss", metrics.steps, metrics.get_column("loss")),
-            *_describe_nonfinite("gradient norm", metrics.steps, metrics.get_column("grad_norm")),
+            *_describe_nonfinite("loss", metrics.steps, metrics.get_metric_column("loss")),
+            *_describe_nonfinite("gradient norm", metrics.steps, metrics.get_metric_column("grad_norm")),
             *_describe_nonfinite("eval loss", list(eval_losses), list(eval_losses.values())),
             *_describe_nonfinite("validation loss", list(validation_losses), list(validation_losses.values())),
         ]
@@ -147,7 +147,7 @@ class RunReader:
     def _read_new_lines(self) -> None:
         # A replaced file is read from its start, so everything that was read from it before is dropped.
         if self._metrics_tail.reset_if_replaced():
-            self._metric_columns, self._losses_in_metrics = Metrics(), {}
+            self._metric_columns, self._losses_in_metrics = MetricColumns(), {}
         for line in self._metrics_tail.read_new_lines():
             self._metric_columns.add_line(line)
             self._losses_in_metrics.update(_parse_eval_losses(line))
@@ -166,7 +166,7 @@ class RunReader:
         self._recent_quarantine.extend(self._quarantine_tail.read_new_lines())
 
     def _determine_state(self, status: Mapping[str, Any], config: Mapping[str, Any]) -> RunState:
-        proven_state = find_proven_state(self.folder, status)
+        proven_state = find_known_run_state(self.folder, status)
         if proven_state is not None:
             return proven_state
         steps = self._metric_columns.steps
@@ -177,7 +177,7 @@ class RunReader:
             if self._recent_events and self._recent_events[-1].get("action") == "stop":
                 return "stopped"
         # The slowest recent step bounds how long a healthy run can be silent.
-        seconds = [s for s in self._metric_columns.get_column("seconds")[-50:] if math.isfinite(s)]
+        seconds = [s for s in self._metric_columns.get_metric_column("seconds")[-50:] if math.isfinite(s)]
         # Without information on the process, judge by the time since the last output.
         patience = max(_SILENCE, _STEPS * max(seconds, default=0.0))
         return "running" if time.time() - self._find_last_write_time() < patience else "silent"
@@ -190,14 +190,14 @@ class RunReader:
         return max((stat[0] for path in paths if (stat := _get_stat(path))), default=0.0)
 
 
-def find_proven_state(folder: Path, status: Mapping[str, Any]) -> RunState | None:
+def find_known_run_state(folder: Path, status: Mapping[str, Any]) -> RunState | None:
     """The state of a run that its status.json or its lock proves; None if only the time of its output can tell."""
     # The run writes its final state when it ends; a killed run cannot.
     recorded = status.get("state")
     if recorded in ("finished", "stopped", "interrupted", "failed"):
         return recorded  # type: ignore[no-any-return]
     # None without a lock, or if the process behind it cannot be checked.
-    lives = is_live(folder)
+    lives = is_run_active(folder)
     return None if lives is None else "running" if lives else "silent"
 
 
@@ -206,7 +206,7 @@ def read_recipe_text(folder: Path) -> str:
     path = folder / "config.yaml"
     try:
         # `utf-8-sig` accepts a byte order mark, which some editors write.
-        return read_inside(folder, path, MAX_YAML_BYTES).decode("utf-8-sig")
+        return read_file_inside_folder(folder, path, MAX_YAML_BYTES).decode("utf-8-sig")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DitLoraError(f"{folder} is not a run: it has no config.yaml; give the folder in run.dir") from error
     except OSError as error:
@@ -232,7 +232,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _read_json_object(path: Path, notes: list[str]) -> dict[str, Any]:
     """Read a JSON object from a file of the run; empty if there is none."""
     try:
-        content = parse_json(read_inside(path.parent, path))
+        content = parse_json(read_file_inside_folder(path.parent, path))
     except FileNotFoundError:
         return {}
     except OSError as error:
@@ -266,4 +266,4 @@ def _parse_eval_losses(line: Mapping[str, Any]) -> dict[int, dict[str, float]]:
 def _describe_nonfinite(name: str, steps: Sequence[int], values: Sequence[float]) -> Iterator[str]:
     steps = [steps[int(index)] for index in np.flatnonzero(~np.isfinite(values))]
     if steps:
-        yield f"The {name} is not finite at step{'s' if len(steps) > 1 else ''} {join_first(steps, 8)}."
+        yield f"The {name} is not finite at step{'s' if len(steps) > 1 else ''} {join_first_items(steps, 8)}."

@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dit_lora.files import MAX_LINE_BYTES, MAX_LINES_BYTES, iterate_bounded_lines, open_inside, parse_json_object
+from dit_lora.files import (
+    MAX_LINE_BYTES,
+    MAX_LINES_BYTES,
+    iterate_bounded_lines,
+    open_file_inside_folder,
+    parse_json_object,
+)
 from dit_lora.report.charts.heat_map import ModuleHistory
 
 GROUP_FIELDS = ("lr_groups", "grad_norm_groups", "loss_by_timestep", "loss_by_media", "drawn_by_timestep")
@@ -42,7 +48,7 @@ class JsonLinesReader:
         The next `read_new_lines` then start at its first line.
         """
         try:
-            with open_inside(self.path.parent, self.path, MAX_LINES_BYTES) as file:
+            with open_file_inside_folder(self.path.parent, self.path, MAX_LINES_BYTES) as file:
                 # The bytes just before the read position differ if another file is in its place.
                 file.seek(self._offset - len(self._last_bytes))
                 if file.read(len(self._last_bytes)) == self._last_bytes:
@@ -61,7 +67,7 @@ class JsonLinesReader:
         The iterator must be exhausted.
         """
         try:
-            file = open_inside(self.path.parent, self.path, MAX_LINES_BYTES)
+            file = open_file_inside_folder(self.path.parent, self.path, MAX_LINES_BYTES)
         except FileNotFoundError:
             self.read_error = ""
             return
@@ -102,7 +108,7 @@ class JsonLinesReader:
 
 
 @dataclass
-class Metrics:
+class MetricColumns:
     """The content of metrics.jsonl as columns of float64, NaN for steps without a value."""
 
     steps: "array[int]" = field(default_factory=lambda: array("q"))
@@ -124,7 +130,7 @@ class Metrics:
             del self.steps[num_kept:]
             for column in self.columns.values():
                 del column[num_kept:]
-            self.modules.drop_from(step)
+            self.modules.drop_steps_from(step)
         for key in _SCALAR_FIELDS:
             # A missing field becomes NaN.
             self._append_value((key, ""), line.get(key))
@@ -139,18 +145,18 @@ class Metrics:
         if "modules" in line:
             self.modules.add_step(step, ensure_dict(line["modules"]))
 
-    def get_column(self, key: str) -> "array[float]":
+    def get_metric_column(self, key: str) -> "array[float]":
         """Values of a field of metrics.jsonl, one per step."""
         return self.columns.get((key, "")) or array("d", [math.nan]) * len(self.steps)
 
-    def get_groups(self, key: str) -> "dict[str, array[float]]":
+    def get_grouped_columns(self, key: str) -> "dict[str, array[float]]":
         """Columns of a field of metrics.jsonl by name, in the order of appearance."""
         return {name: column for (field_name, name), column in self.columns.items() if field_name == key and name}
 
     def _append_value(self, key: tuple[str, str], value: Any) -> None:
         if key not in self.columns:
             # A damaged or hostile file could have a new name in every line.
-            if key[1] and len(self.get_groups(key[0])) >= _MAX_NAMES:
+            if key[1] and len(self.get_grouped_columns(key[0])) >= _MAX_NAMES:
                 return
             self.columns[key] = array("d", [math.nan]) * len(self.steps)
         self.columns[key].append(to_float_or_nan(value))

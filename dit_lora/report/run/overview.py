@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dit_lora.files import can_open_inside, open_inside, parse_json_object
+from dit_lora.files import can_open_inside_folder, open_file_inside_folder, parse_json_object
 from dit_lora.report.charts.bars import format_number
-from dit_lora.report.run.files import find_proven_state
+from dit_lora.report.run.files import find_known_run_state
 from dit_lora.report.run.history import to_float_or_nan
 from dit_lora.report.run.summary import describe_failed_steps
 from dit_lora.report.run.words import STATE_TEXTS
@@ -52,7 +52,7 @@ class RunOverview:
     """One sentence for each file that is missing or damaged."""
 
     @property
-    def sparkline(self) -> str:
+    def sparkline_points(self) -> str:
         """Points of an SVG line through the finite eval losses; empty for fewer than two."""
         losses = [loss for loss in self.eval_losses if math.isfinite(loss)]
         if len(losses) < 2:
@@ -81,7 +81,7 @@ def read_overview(run_id: str, folder: Path, name: str) -> RunOverview:
     metrics = _read_last_lines(folder, "metrics.jsonl", notes)
     # The time of the last output decides where nothing else can tell.
     is_silent = time.time() - get_last_write_time(folder) > _SILENCE_SECONDS
-    state = find_proven_state(folder, status or {}) or ("silent" if is_silent else "running")
+    state = find_known_run_state(folder, status or {}) or ("silent" if is_silent else "running")
     if not metrics and state != "running":
         notes.append("It has no step: it was stopped before the first, or metrics.jsonl is missing.")
     # The recipe is read for its number of steps only.
@@ -156,7 +156,7 @@ def _find_last_sample(folder: Path) -> str:
         # The newest folder may be empty: its samples are still being made.
         for step in steps[:2]:
             for path in sorted(step.iterdir()):
-                if _SAMPLE_PATTERN.fullmatch(path.name) and can_open_inside(folder, path):
+                if _SAMPLE_PATTERN.fullmatch(path.name) and can_open_inside_folder(folder, path):
                     return path.relative_to(folder).as_posix()
     except OSError:
         return ""
@@ -172,7 +172,7 @@ def _read_last_lines(folder: Path, name: str, notes: list[str]) -> list[dict[str
 def _read_tail(folder: Path, name: str, notes: list[str]) -> bytes:
     """The last bytes of a file of the run; empty if it does not exist."""
     try:
-        with open_inside(folder, folder / name) as file:
+        with open_file_inside_folder(folder, folder / name) as file:
             # A file that grows meanwhile has a few more lines.
             size = file.seek(0, 2)
             file.seek(max(0, size - _TAIL_BYTES))

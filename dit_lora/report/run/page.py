@@ -17,18 +17,18 @@ from dit_lora.report.run.charts import (
     build_curve_data,
     build_run_charts,
     build_timestep_chart,
-    choose_window,
-    list_windows,
+    choose_smoothing_window,
+    list_smoothing_windows,
 )
 from dit_lora.report.run.data import MAX_ROWS as DATA_ROWS
 from dit_lora.report.run.data import describe_data
 from dit_lora.report.run.files import OBJECT_FILES, RunFiles, RunReader, RunState
 from dit_lora.report.run.history import ensure_dict
-from dit_lora.report.run.phases import build_phase_charts, list_reductions
+from dit_lora.report.run.phases import build_phase_charts, list_reduced_checks
 from dit_lora.report.run.recipe_diff import compare_with_shipped, flatten_section
 from dit_lora.report.run.samples import EMBED_LIMIT_BYTES, find_samples
 from dit_lora.report.run.saves import list_saved_adapters
-from dit_lora.report.run.summary import build_summary, choose_target
+from dit_lora.report.run.summary import build_summary, choose_run_path
 from dit_lora.report.run.words import (
     MAX_BARS,
     STATE_TEXTS,
@@ -73,7 +73,7 @@ def render_run(run: RunFiles, *, embed: bool = True, fingerprint: str = "") -> s
     # Packages have a table of their own.
     machine = {key: value for key, value in run.environment.items() if key != "packages"}
     state, color = STATE_TEXTS[run.state]
-    target, sampled = choose_target(run), find_samples(run.folder, prompts, embed=embed)
+    target, sampled = choose_run_path(run), find_samples(run.folder, prompts, embed=embed)
     return render_page(
         "page.html",
         scripts=("vendor/uPlot.iife.min.js", "viewer.js", "page.js"),
@@ -88,8 +88,8 @@ def render_run(run: RunFiles, *, embed: bool = True, fingerprint: str = "") -> s
         charts=build_run_charts(run),
         timesteps=build_timestep_chart(run.metrics),
         curve_data=build_curve_data(run),
-        window=choose_window(run),
-        windows=list_windows(run),
+        window=choose_smoothing_window(run),
+        windows=list_smoothing_windows(run),
         heat=build_heat_maps(run.metrics.modules),
         summary=build_summary(run, target, sampled.checkpoint_steps),
         sampled=sampled,
@@ -103,7 +103,7 @@ def render_run(run: RunFiles, *, embed: bool = True, fingerprint: str = "") -> s
         verified=build_verification_rows(run.verification),
         saves=list_saved_adapters(run),
         phases=build_phase_charts(run),
-        reductions=list_reductions(run),
+        reductions=list_reduced_checks(run),
         bars=MAX_BARS,
         data=describe_data(run),
         data_rows=DATA_ROWS,

@@ -49,7 +49,7 @@ def build_phase_charts(run: RunFiles) -> list[BarChart]:
     return charts
 
 
-def list_reductions(run: RunFiles) -> dict[str, str]:
+def list_reduced_checks(run: RunFiles) -> dict[str, str]:
     """The checks that the run did not make in full, each with what it did, from phases.json."""
     return {str(name): str(text) for name, text in ensure_dict(run.phases.get("reductions")).items()}
 

@@ -93,7 +93,7 @@ def _load_family_recipes(family: str) -> dict[str, dict[str, Any]]:
         if line.search(recipe.text):
             # Another package may have incomplete ones.
             with suppress(DitLoraError):
-                recipe.require_complete()
+                recipe.require_complete_recipe()
                 values_by_name[recipe.name] = recipe.values
     return values_by_name
 

@@ -12,7 +12,7 @@ import av
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.opened import open_media
 from dit_lora.data.media.video_header import read_container_header
-from dit_lora.files import can_open_inside, read_inside
+from dit_lora.files import can_open_inside_folder, read_file_inside_folder
 from dit_lora.parsing import parse_json
 from dit_lora.report.run.saves import ADAPTER_FILES
 
@@ -106,7 +106,7 @@ def find_samples(folder: Path, prompts: Sequence[str], *, embed: bool = True) ->
     for path in (folder / "samples").glob("step_*/prompt_*.*"):
         # Step and prompt numbers, with bounded digits: names come from the file system.
         match = re.fullmatch(r"step_(\d{1,12})/prompt_(\d{1,6})\.(mp4|png)", f"{path.parent.name}/{path.name}")
-        if match and can_open_inside(folder, path, MAX_SAMPLE_BYTES):
+        if match and can_open_inside_folder(folder, path, MAX_SAMPLE_BYTES):
             files.setdefault(int(match[2]), {})[int(match[1])] = path
     chosen = {index: _choose_steps(by_step) for index, by_step in sorted(files.items())[:MAX_PROMPTS]}
     # The largest number over the prompts.
@@ -153,7 +153,7 @@ def find_adapter_file(folder: Path, step: int) -> Path | None:
     """
     step_folder = folder / "checkpoints" / f"step_{step:06d}"
     paths = (step_folder / name for name in (_CHECKPOINT_FILE, *ADAPTER_FILES))
-    return next((path for path in paths if can_open_inside(folder, path)), None)
+    return next((path for path in paths if can_open_inside_folder(folder, path)), None)
 
 
 def find_checkpoint_steps(folder: Path) -> list[int]:
@@ -186,7 +186,7 @@ def _find_references(folder: Path) -> dict[int, list[Path]]:
     for path in (folder / "samples" / "references").glob("prompt_*.*"):
         # Prompt and position of the reference.
         match = re.fullmatch(r"prompt_(\d{1,6})_(\d{1,6})\.(mp4|jpg)", path.name)
-        if match and can_open_inside(folder, path, MAX_SAMPLE_BYTES):
+        if match and can_open_inside_folder(folder, path, MAX_SAMPLE_BYTES):
             numbered_paths.setdefault(int(match[1]), []).append((int(match[2]), path))
     return {index: [path for _, path in sorted(paths)] for index, paths in numbered_paths.items()}
 
@@ -217,7 +217,7 @@ def _embed_files(folder: Path, paths: Iterable[Path], bytes_left: int) -> dict[P
             continue
         try:
             # Three bytes become four characters of base64.
-            text = base64.b64encode(read_inside(folder, path, bytes_left // 4 * 3)).decode()
+            text = base64.b64encode(read_file_inside_folder(folder, path, bytes_left // 4 * 3)).decode()
         except OSError:
             continue
         uris[path] = f"data:{CONTENT_TYPES[path.suffix]};base64,{text}"
@@ -235,7 +235,7 @@ def _find_answers(folder: Path) -> list[PromptAnswers]:
             paths[int(match[1])] = path
     for step in _choose_steps(paths):
         try:
-            records = parse_json(read_inside(folder, paths[step]))
+            records = parse_json(read_file_inside_folder(folder, paths[step]))
         except (OSError, ValueError):
             continue
         if isinstance(records, list):

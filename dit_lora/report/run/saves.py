@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dit_lora.adapters.marked_save import read_marked_step
+from dit_lora.adapters.marked_save import read_best_marked_step
 from dit_lora.families import CHAT_FAMILIES
-from dit_lora.files import can_open_inside
+from dit_lora.files import can_open_inside_folder
 from dit_lora.report.run.files import RunFiles
 from dit_lora.report.run.history import ensure_dict
 
@@ -39,11 +39,11 @@ class SavedAdapter:
 def list_saved_adapters(run: RunFiles) -> list[SavedAdapter]:
     """The adapters in a run's checkpoints, in the order of steps. Checkpoints of earlier versions have none."""
     adapters = []
-    marked_step = read_marked_step(run.folder)
+    marked_step = read_best_marked_step(run.folder)
     for file in [file for name in ADAPTER_FILES for file in (run.folder / "checkpoints").glob(f"step_*/{name}")]:
         # At least six digits, padded with zeros; a temporary folder has another name.
         match = re.fullmatch(r"step_(\d{6,12})", file.parent.name)
-        if match is None or not can_open_inside(run.folder, file):
+        if match is None or not can_open_inside_folder(run.folder, file):
             continue
         # The samples that the run made at this step.
         step, samples = int(match[1]), sorted((run.folder / "samples" / file.parent.name).glob("prompt_*.*"))
@@ -57,7 +57,8 @@ def list_saved_adapters(run: RunFiles) -> list[SavedAdapter]:
                     path.relative_to(run.folder).as_posix()
                     for path in samples
                     # Names come from the file system, so only those that a run writes become links.
-                    if re.fullmatch(r"prompt_\d{1,6}\.(mp4|png)", path.name) and can_open_inside(run.folder, path)
+                    if re.fullmatch(r"prompt_\d{1,6}\.(mp4|png)", path.name)
+                    and can_open_inside_folder(run.folder, path)
                 ][:MAX_SAMPLES],
                 # The manifest is written last, so it shows that the state is complete.
                 can_resume=(file.parent / "manifest.json").is_file(),

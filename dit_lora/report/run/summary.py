@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from dit_lora.config.lora import PEFT_ONLY_KINDS, WEIGHT_INITS
-from dit_lora.errors import join_first
+from dit_lora.errors import join_first_items
 from dit_lora.families import CHAT_FAMILIES
-from dit_lora.files import can_open_inside
+from dit_lora.files import can_open_inside_folder
 from dit_lora.report.charts.bars import format_number
-from dit_lora.report.pages import clip_text
+from dit_lora.report.pages import truncate_text
 from dit_lora.report.run.files import RunFiles, RunState
 from dit_lora.report.run.history import ensure_dict, get_diagnosis
 from dit_lora.report.run.recipe_diff import format_value
@@ -76,12 +76,14 @@ def build_summary(run: RunFiles, target: str, checkpoint_steps: Sequence[int]) -
     parts = [f"{steps} steps", _describe_eval_loss(run), *failures.texts]
     if run.verification:
         failed = run.verification.get("passed") is not True
-        parts.append(f"the {_name_result(run)} {'failed' if failed else 'passed'} its checks")
+        parts.append(f"the {_get_result_name(run)} {'failed' if failed else 'passed'} its checks")
     sentence = f"{_STATE_STARTS[run.state]}: {'; '.join(filter(None, parts))}."
-    return RunSummary(sentence, *_build_badge(run, failures), _list_actions(run, target, checkpoint_steps, failures))
+    return RunSummary(
+        sentence, *_build_badge(run, failures), _list_suggested_actions(run, target, checkpoint_steps, failures)
+    )
 
 
-def choose_target(run: RunFiles) -> str:
+def choose_run_path(run: RunFiles) -> str:
     """The run's folder in commands, relative to where the run was started if the recipe says it, else its name."""
     run_dir = ensure_dict(run.config.get("run")).get("dir")
     # A folder that was moved, or whose absolute path is not shown, is named from its parent.
@@ -106,9 +108,9 @@ def describe_failed_steps(events: Sequence[dict[str, Any]]) -> FailedSteps:
     switches = list(dict.fromkeys(format_value(get_diagnosis(event).get("switch")) for event in fallbacks))
     rollbacks = len(by_action.get("rollback", ()))
     texts = [
-        _count_steps(repeated, f"repeated without {join_first(samples, _MAX_SAMPLES)}"),
+        _count_steps(repeated, f"repeated without {join_first_items(samples, _MAX_SAMPLES)}"),
         _count_steps(left_out, "left out"),
-        _count_steps(fallbacks, f"repeated with {join_first(switches, _MAX_SAMPLES)} switched off"),
+        _count_steps(fallbacks, f"repeated with {join_first_items(switches, _MAX_SAMPLES)} switched off"),
         _count_steps(by_action.get("retry", ()), "repeated unchanged"),
         f"rolled back {'once' if rollbacks == 1 else f'{rollbacks:,} times'}" if rollbacks else "",
     ]
@@ -124,7 +126,7 @@ def _count_steps(events: Sequence[dict[str, Any]], outcome: str) -> str:
 
 def _list_samples(event: dict[str, Any]) -> list[str]:
     names = event.get("sample_ids")
-    return [clip_text(str(name)) for name in names] if isinstance(names, list) else []
+    return [truncate_text(str(name)) for name in names] if isinstance(names, list) else []
 
 
 def _describe_eval_loss(run: RunFiles) -> str:
@@ -154,45 +156,45 @@ def _build_badge(run: RunFiles, failures: FailedSteps) -> tuple[str, str]:
     return "guard: no step failed", "ok"
 
 
-def _name_result(run: RunFiles) -> str:
+def _get_result_name(run: RunFiles) -> str:
     """What the run trains, which is also the name of the folder of its result."""
     return "model" if ensure_dict(run.config.get("train")).get("mode") == "full" else "adapter"
 
 
-def _list_actions(
+def _list_suggested_actions(
     run: RunFiles, target: str, checkpoint_steps: Sequence[int], failures: FailedSteps
 ) -> list[Suggestion]:
     """The most useful actions in this state of the run, the most urgent first."""
     actions = []
     # A result that must not be used comes before everything else.
     if run.verification and run.verification.get("passed") is not True:
-        actions.append(Suggestion(f"Read why the {_name_result(run)} failed its checks", link="result"))
+        actions.append(Suggestion(f"Read why the {_get_result_name(run)} failed its checks", link="result"))
     if run.state == "stopped" and run.events:
         message = format_value(get_diagnosis(run.events[-1]).get("words"))
-        actions.append(Suggestion("Read what stopped it", clip_text(message), link="guard"))
+        actions.append(Suggestion("Read what stopped it", truncate_text(message), link="guard"))
         # Bundles are limited in number, so this one may be gone.
         bundle = run.events[-1].get("bundle")
-        if isinstance(bundle, str) and can_open_inside(run.folder, run.folder / bundle / "bundle.json"):
+        if isinstance(bundle, str) and can_open_inside_folder(run.folder, run.folder / bundle / "bundle.json"):
             actions.append(
                 Suggestion("Repeat the failed step", command=f"dit-lora replay {target}/{shlex.quote(bundle)}")
             )
     elif failures.samples:
-        title = f"Look at {join_first(failures.samples, _MAX_SAMPLES)}"
-        actions.append(Suggestion(title, clip_text(failures.reason), link="guard"))
+        title = f"Look at {join_first_items(failures.samples, _MAX_SAMPLES)}"
+        actions.append(Suggestion(title, truncate_text(failures.reason), link="guard"))
     if run.state == "running":
         actions.append(Suggestion("Follow it", command=f"dit-lora report {target} --serve"))
     elif run.state != "finished" and checkpoint_steps:
         command = f"dit-lora train {target}/config.yaml train.resume=auto"
         actions.append(Suggestion(f"Continue it after step {checkpoint_steps[-1]:,}", command=command))
-    return [*actions, *_list_uses(run, target, checkpoint_steps)][:_MAX_ACTIONS]
+    return [*actions, *_list_result_uses(run, target, checkpoint_steps)][:_MAX_ACTIONS]
 
 
-def _list_uses(run: RunFiles, target: str, checkpoint_steps: Sequence[int]) -> list[Suggestion]:
+def _list_result_uses(run: RunFiles, target: str, checkpoint_steps: Sequence[int]) -> list[Suggestion]:
     """What a result can be used for: sampling, loading, and more steps."""
     model, lora = (ensure_dict(run.config.get(name)) for name in ("model", "lora"))
-    if not (run.folder / _name_result(run)).is_dir():
+    if not (run.folder / _get_result_name(run)).is_dir():
         return []
-    is_full = _name_result(run) == "model"
+    is_full = _get_result_name(run) == "model"
     # Facts of a chat model's run have no pipeline.
     pipeline = ensure_dict(run.facts.get("pipeline"))
     prompts = ensure_dict(run.config.get("validation")).get("prompts")

@@ -8,10 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from dit_lora.errors import format_kind
+from dit_lora.errors import format_event_kind
 from dit_lora.report.charts.bars import Bar, BarChart, format_number
 from dit_lora.report.charts.data import Numbers, Values
-from dit_lora.report.run.charts import choose_window, compute_samples_per_second, compute_waiting_share, format_percent
+from dit_lora.report.run.charts import (
+    choose_smoothing_window,
+    compute_samples_per_second,
+    compute_waiting_share,
+    format_percent,
+)
 from dit_lora.report.run.files import RunFiles, RunState
 from dit_lora.report.run.history import ensure_dict, get_diagnosis, to_float_or_nan
 from dit_lora.report.run.recipe_diff import format_value
@@ -74,7 +79,7 @@ _DIAGNOSIS_FIELDS = ("module", "op", "direction", "dtype", "timesteps", "switch"
 
 
 @dataclass(frozen=True)
-class Figure:
+class HeadlineFigure:
     """One number in the headline row of the report."""
 
     label: str
@@ -103,10 +108,13 @@ class VerificationRows:
     hidden: int
 
 
-def build_figures(run: RunFiles) -> list[Figure]:
+def build_figures(run: RunFiles) -> list[HeadlineFigure]:
     """The numbers in the headline row of the report."""
-    metrics, window, num_steps = run.metrics, choose_window(run), run.max_steps
-    seconds, peaks = _select_finite(metrics.get_column("seconds")), _select_finite(metrics.get_column("peak_gib"))
+    metrics, window, num_steps = run.metrics, choose_smoothing_window(run), run.max_steps
+    seconds, peaks = (
+        _select_finite(metrics.get_metric_column("seconds")),
+        _select_finite(metrics.get_metric_column("peak_gib")),
+    )
     rates = _select_finite(compute_samples_per_second(metrics))
     waiting = compute_waiting_share(metrics)
     # Events that are only reported have no action.
@@ -121,14 +129,14 @@ def build_figures(run: RunFiles) -> list[Figure]:
     if math.isfinite(waiting):
         details.append(f"{format_percent(waiting)} waiting for data")
     return [
-        Figure("Steps", f"{run.num_steps_taken:,}", step_detail),
-        Figure("Training loss", _format_last_loss(run), f"mean of the last {window}" if window > 1 else ""),
+        HeadlineFigure("Steps", f"{run.num_steps_taken:,}", step_detail),
+        HeadlineFigure("Training loss", _format_last_loss(run), f"mean of the last {window}" if window > 1 else ""),
         _build_eval_loss_figure("Eval loss", run.eval_losses),
         *([_build_eval_loss_figure("Validation loss", run.validation_losses)] if run.validation_losses else []),
-        Figure("Seconds per step", _format_median(seconds), ", ".join(filter(None, details))),
-        Figure("Samples per second", _format_median(rates), "median" if len(rates) else ""),
-        Figure("Peak memory", f"{format_number(peaks.max(), 3)} GiB" if len(peaks) else NO_VALUE),
-        Figure("Guard events", f"{run.event_count:,}", ", ".join(action_counts)),
+        HeadlineFigure("Seconds per step", _format_median(seconds), ", ".join(filter(None, details))),
+        HeadlineFigure("Samples per second", _format_median(rates), "median" if len(rates) else ""),
+        HeadlineFigure("Peak memory", f"{format_number(peaks.max(), 3)} GiB" if len(peaks) else NO_VALUE),
+        HeadlineFigure("Guard events", f"{run.event_count:,}", ", ".join(action_counts)),
     ]
 
 
@@ -143,27 +151,27 @@ def _format_median(values: Values) -> str:
 
 def _format_last_loss(run: RunFiles) -> str:
     """Mean of the finite losses in the window that ends with the last finite loss."""
-    losses = np.asarray(run.metrics.get_column("loss"))
+    losses = np.asarray(run.metrics.get_metric_column("loss"))
     finite = np.flatnonzero(np.isfinite(losses))
     if not finite.size:
         return NO_VALUE
     # The last steps may be NaN: the window ends with the last finite loss.
-    window = losses[max(0, finite[-1] + 1 - choose_window(run)) : finite[-1] + 1]
+    window = losses[max(0, finite[-1] + 1 - choose_smoothing_window(run)) : finite[-1] + 1]
     return format_number(float(np.mean(window, where=np.isfinite(window))))
 
 
-def _build_eval_loss_figure(label: str, eval_losses: Mapping[int, float]) -> Figure:
+def _build_eval_loss_figure(label: str, eval_losses: Mapping[int, float]) -> HeadlineFigure:
     if not eval_losses:
-        return Figure(label, NO_VALUE, "not measured")
+        return HeadlineFigure(label, NO_VALUE, "not measured")
     # The loss before training is at step 0, if it was measured.
     first_step, last_step = min(eval_losses), max(eval_losses)
     first_loss, last_loss = eval_losses[first_step], eval_losses[last_step]
     if first_step == last_step:
-        return Figure(label, format_number(first_loss), f"at step {first_step:,} only")
+        return HeadlineFigure(label, format_number(first_loss), f"at step {first_step:,} only")
     steps = f"step {first_step:,} to {last_step:,}"
     comparable = math.isfinite(first_loss) and math.isfinite(last_loss) and first_loss != 0
     change = f"{100 * (last_loss / first_loss - 1):+.1f}%, " if comparable else ""
-    return Figure(label, f"{format_number(first_loss)} \u2192 {format_number(last_loss)}", change + steps)
+    return HeadlineFigure(label, f"{format_number(first_loss)} \u2192 {format_number(last_loss)}", change + steps)
 
 
 def build_event_row(event: Mapping[str, Any], actions: Mapping[str, str] = _ACTION_TEXTS) -> EventRow:
@@ -188,7 +196,7 @@ def build_event_row(event: Mapping[str, Any], actions: Mapping[str, str] = _ACTI
     more = {key: value for key, value in diagnosis.items() if key not in known_keys}
     rows.append(("Other facts", format_value(more)))
     message = format_value(diagnosis.get("words"))
-    kind = format_kind(format_value(event.get("kind")))
+    kind = format_event_kind(format_value(event.get("kind")))
     step = event.get("step")
     step_text = f"{step:,}" if isinstance(step, int) else format_value(step) or NO_VALUE
     return EventRow(step_text, kind, action, message, [(name, text) for name, text in rows if text])

@@ -27,12 +27,12 @@ from torch import nn
 
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE
 from dit_lora.adapters.lora_file import AVERAGES_FILE, STATE_FILE, WEIGHTS_FILE
-from dit_lora.adapters.marked_save import read_marked_step
+from dit_lora.adapters.marked_save import read_best_marked_step
 from dit_lora.config.records import CheckpointState, Manifest, read_typed_json
 from dit_lora.environment.safetensors_files import read_tensors
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families import CHAT_FAMILIES
-from dit_lora.files import compute_sha256, set_shared_permissions, sync_folder
+from dit_lora.files import compute_sha256, fsync_folder, set_shared_permissions
 from dit_lora.parsing import parse_json
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def save_checkpoint(
     }
     try:
         # Left by a killed process. This process holds the run's lock, so nobody else is writing there.
-        _clear_leftovers(final.parent)
+        _delete_partial_files(final.parent)
         staged.mkdir(parents=True)
         for name, data in contents.items():
             _write_synced(staged / name, data)
@@ -159,7 +159,7 @@ def save_checkpoint(
             _remove_checkpoint(final)
         # The rename is atomic, but on the disk only with its folder: without the sync a power cut may undo it.
         staged.rename(final)
-        sync_folder(final.parent)
+        fsync_folder(final.parent)
         # Only now: the newer checkpoint is safe.
         prune_checkpoints(run_dir, step, keep, best_steps, keep_adapters)
     except (OSError, SafetensorError) as error:
@@ -201,7 +201,7 @@ def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
         problem = "is incomplete or altered" if path.exists() else "does not exist"
         if path.exists() and not (path.is_dir() and any(path.iterdir())):
             problem = "is not the folder of a checkpoint"
-        if _has_only_adapter(path):
+        if _is_adapter_only_checkpoint(path):
             problem = f"has only the adapter, which a new run can start from (lora.init={path})"
         raise DitLoraError(f"train.resume: {resume} {problem}; {hint}")
     return path
@@ -230,7 +230,7 @@ def describe_similar_run(resume: str, run_dir: Path) -> str | None:
 
 def list_checkpoints(run_dir: Path) -> dict[int, Path]:
     """Every checkpoint of a run by step, ascending, complete or torn; reads no file."""
-    return {step: path for step, path in _list_saved_steps(run_dir).items() if not _has_only_adapter(path)}
+    return {step: path for step, path in _list_saved_steps(run_dir).items() if not _is_adapter_only_checkpoint(path)}
 
 
 def _list_saved_steps(run_dir: Path) -> dict[int, Path]:
@@ -320,7 +320,7 @@ def prune_checkpoints(
     The `keep` newest, those of `best_steps` and the one that a user has marked stay complete, and so do later
     checkpoints. Of the others, the `keep_adapters` newest adapters stay; all if it is None.
     """
-    marked_step = read_marked_step(run_dir)
+    marked_step = read_best_marked_step(run_dir)
     # Later ones exist after a resume from an earlier step.
     earlier = [number for number in list_checkpoints(run_dir) if number <= step]
     # In ascending order, so these are all but the `keep` newest.
@@ -331,7 +331,9 @@ def prune_checkpoints(
         return
     saved_steps = _list_saved_steps(run_dir).items()
     adapters = [
-        path for number, path in saved_steps if number <= step and number != marked_step and _has_only_adapter(path)
+        path
+        for number, path in saved_steps
+        if number <= step and number != marked_step and _is_adapter_only_checkpoint(path)
     ]
     for path in adapters[: max(0, len(adapters) - keep_adapters)]:
         _remove_checkpoint(path)
@@ -374,7 +376,7 @@ def _has_adapter(path: Path) -> bool:
     return any((path / name).is_file() for name in (ADAPTER_FILE, SAFETENSORS_WEIGHTS_NAME))
 
 
-def _has_only_adapter(path: Path) -> bool:
+def _is_adapter_only_checkpoint(path: Path) -> bool:
     """True if a step's folder has no state but an adapter. Without an adapter it counts as a torn checkpoint."""
     return _has_adapter(path) and not any((path / name).exists() for name in (MANIFEST, STATE_FILE))
 
@@ -394,7 +396,7 @@ def _delete_state(path: Path) -> None:
         (path / name).unlink(missing_ok=True)
 
 
-def _clear_leftovers(folder: Path) -> None:
+def _delete_partial_files(folder: Path) -> None:
     for pattern in _LEFTOVER_PATTERNS:
         for leftover in folder.glob(pattern):
             shutil.rmtree(leftover)

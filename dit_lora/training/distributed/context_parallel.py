@@ -14,9 +14,9 @@ from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.distributed.token_split import (
     TOKEN_EXCHANGE_BACKENDS,
     disable_token_split,
+    enable_token_split,
     find_context_problems,
     has_context_plan,
-    split_context,
 )
 from dit_lora.training.session.session import Session
 
@@ -71,4 +71,4 @@ def enable_context_parallel(
     if problems:
         raise DitLoraError(format_list(f"{option} cannot be", problems))
     # The kernels are in place by now: splitting needs their attention processors.
-    split_context(model, degree, accelerator.device, accelerator.process_index, ranks)
+    enable_token_split(model, degree, accelerator.device, accelerator.process_index, ranks)

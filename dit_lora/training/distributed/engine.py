@@ -17,14 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 from dit_lora.config.optim import OptimConfig
 from dit_lora.fuse.gradient_norms import NormFunction
 from dit_lora.guard.finite_gate import has_nonfinite_weights, take_step_unless_bad
-from dit_lora.numerics.dtensors import copy_full_values, gather_tensors, shard_like
+from dit_lora.numerics.dtensors import copy_full_values, gather_tensors, shard_like_reference
 from dit_lora.numerics.parameters import get_trainable_parameters
 from dit_lora.training.optim.build import clip_gradients, compute_gradient_norms
 from dit_lora.training.optim.state import (
     drop_optimizer_state,
+    iterate_optimizer_parameters,
     load_optimizer_state,
     load_scalar_state,
-    named_parameters,
     optimizer_state,
 )
 
@@ -88,7 +88,7 @@ class Engine:
         """Let this rank call `unwrapped_model` by itself inside the context, with local weights and all tokens."""
         return nullcontext()
 
-    def keep_whole_gradients(self) -> AbstractContextManager[None]:
+    def keep_unsharded_gradients(self) -> AbstractContextManager[None]:
         """Context in which `grad` of every trained parameter is the step's whole gradient, before the norms.
 
         If a rank fails before the gradients are exchanged, such as for lack of memory, all ranks raise
@@ -170,11 +170,11 @@ class Engine:
         """Load full (unsharded) tensors, equal on all ranks, into this rank's weights and optimizer state."""
         for name, weight in get_trainable_parameters(self.unwrapped_model).items():
             copy_full_values(weight, weights[name])
-        parameters = named_parameters(self.optimizer.param_groups)
+        parameters = iterate_optimizer_parameters(self.optimizer.param_groups)
         local_moments = dict(moments)
         for name, moment in moments.items():
             # A moment, `<group>/<parameter>/<moment>`, is sharded like its parameter; step counts are 0-dim.
             parameter = parameters.get(name.rpartition("/")[0])
             if moment.ndim and isinstance(parameter, DTensor):
-                local_moments[name] = shard_like(moment, parameter)
+                local_moments[name] = shard_like_reference(moment, parameter)
         load_optimizer_state(self.optimizer, local_moments)

@@ -22,7 +22,7 @@ from dit_lora.errors import DitLoraError, format_list
 from dit_lora.numerics.dtensors import GATHERING_HOOKS, disable_gathering
 from dit_lora.numerics.transformer_blocks import repeated_blocks
 from dit_lora.training.distributed.engine import Engine
-from dit_lora.training.session.launch import Sharding
+from dit_lora.training.session.launch import FsdpSettings
 
 _HOOK_ATTRIBUTES = ("_forward_pre_hooks", "_forward_hooks")
 
@@ -31,7 +31,7 @@ _HOOK_ATTRIBUTES = ("_forward_pre_hooks", "_forward_hooks")
 class ShardedEngine(Engine):
     """FSDP2 engine: every rank holds a shard of each weight, gradient and moment. A forward pass needs all ranks."""
 
-    sharding: Sharding = field(default_factory=Sharding)
+    sharding: FsdpSettings = field(default_factory=FsdpSettings)
     collective_forward: ClassVar[bool] = True
 
     @property
@@ -70,7 +70,7 @@ def shard_model(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    sharding: Sharding,
+    sharding: FsdpSettings,
     directly_called_modules: Sequence[str] = (),
 ) -> ShardedEngine:
     """Shard the model over all ranks block by block, and give the optimizer the resulting parameters.
@@ -102,7 +102,7 @@ def shard_model(
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
         added = {n: [k for k in getattr(module, n) if k not in before[n]] for n in _HOOK_ATTRIBUTES}
         module.__dict__[GATHERING_HOOKS] = added
-    _gather_for_features(model)
+    _gather_root_weights(model)
     # `fully_shard` replaced the parameters with DTensors; the optimizer still holds the old ones.
     parameters_by_name = dict(model.named_parameters())
     for group in optimizer.param_groups:
@@ -114,7 +114,7 @@ _FEATURE_METHODS = ("get_image_features", "get_video_features")
 """Methods of the inner model that Transformers' `generate` calls before its first forward pass."""
 
 
-def _gather_for_features(model: nn.Module) -> None:
+def _gather_root_weights(model: nn.Module) -> None:
     """Gather the root's weights when a method of `_FEATURE_METHODS` is called outside a forward pass."""
     trunk: Any = getattr(model, "base_model", model)
     for name in _FEATURE_METHODS if trunk is not model else ():
@@ -125,10 +125,10 @@ def _gather_for_features(model: nn.Module) -> None:
         gathered_name = f"_gathered_{name}"
         setattr(model, gathered_name, method)
         register_fsdp_forward_method(model, gathered_name)
-        trunk.__dict__[name] = _wrap_feature_method(model, method, getattr(model, gathered_name))
+        trunk.__dict__[name] = _gather_weights_during_method(model, method, getattr(model, gathered_name))
 
 
-def _wrap_feature_method(
+def _gather_weights_during_method(
     model: Any, method: Callable[..., Any], gathering_method: Callable[..., Any]
 ) -> Callable[..., Any]:
     # `generate` reads the method's signature.

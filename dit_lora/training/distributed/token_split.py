@@ -23,7 +23,7 @@ from dit_lora.errors import DitLoraError, format_list
 from dit_lora.fuse.models.cogvideox import CogVideoXProcessor
 
 
-def _build_plan(model: Any) -> dict[str, Any]:
+def _build_context_parallel_plan(model: Any) -> dict[str, Any]:
     """CogVideoX's context-parallel plan.
 
     It splits both streams and the positions before the first block, and gathers after the last layer.
@@ -66,7 +66,7 @@ def find_context_problems(model: Any, degree: int, tokens: Iterable[tuple[int, i
     return problems
 
 
-def split_context(model: Any, degree: int, device: torch.device, rank: int, num_ranks: int) -> None:
+def enable_token_split(model: Any, degree: int, device: torch.device, rank: int, num_ranks: int) -> None:
     """Let each `degree` consecutive ranks share every sample that they run together. Collective; needs a fused model.
 
     Raises `DitLoraError` if an attention processor would attend only to its own rank's tokens.
@@ -82,7 +82,7 @@ def split_context(model: Any, degree: int, device: torch.device, rank: int, num_
     context = ContextParallelConfig(ulysses_degree=degree, mesh=mesh)
     config = ParallelConfig(context_parallel_config=context)
     config.setup(rank, num_ranks, device, mesh=mesh)
-    _apply_split(model, config)
+    _apply_token_split(model, config)
 
 
 @contextmanager
@@ -92,18 +92,18 @@ def disable_token_split(model: Any) -> Iterator[None]:
     if config is None:
         yield
         return
-    remove_context_parallel(model, _build_plan(model))
+    remove_context_parallel(model, _build_context_parallel_plan(model))
     _set_parallel_config(model, None)
     try:
         yield
     finally:
-        _apply_split(model, config)
+        _apply_token_split(model, config)
 
 
-def _apply_split(model: Any, config: Any) -> None:
+def _apply_token_split(model: Any, config: Any) -> None:
     """Register Diffusers' hooks that split and gather tokens, and give the processors the parallel configuration."""
     _set_parallel_config(model, config)
-    apply_context_parallel(model, config.context_parallel_config, _build_plan(model))
+    apply_context_parallel(model, config.context_parallel_config, _build_context_parallel_plan(model))
 
 
 def _set_parallel_config(model: Any, config: ParallelConfig | None) -> None:

@@ -20,7 +20,7 @@ from dit_lora.guard.gradient_check.ranks import gather_or_raise
 from dit_lora.numerics.parameters import get_trainable_parameters
 from dit_lora.training.distributed.engine import Engine, Tensors
 from dit_lora.training.optim.build import compute_gradient_norms
-from dit_lora.training.optim.state import named_parameters
+from dit_lora.training.optim.state import iterate_optimizer_parameters
 
 _MAX_BUCKET_ELEMENTS = 50_000_000
 """Elements of the largest bucket in which gradients wait to be averaged; DeepSpeed's default needs 2 GB."""
@@ -42,7 +42,7 @@ def import_deepspeed(device: str) -> Any:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _LocalGroupShard:
     """This rank's part of one flattened parameter group in ZeRO."""
 
     tensor: torch.Tensor
@@ -60,7 +60,7 @@ class _Part:
             end += parameter.numel()
         return slices
 
-    def slices_in_part(self) -> dict[str, slice]:
+    def slices_in_local_shard(self) -> dict[str, slice]:
         """Slice that each parameter takes in this rank's part of the group, by name.
 
         Parameters outside of it are omitted.
@@ -87,7 +87,7 @@ class Zero2(Engine):
         deepspeed = import_deepspeed(accelerator.device.type)
         self.accelerator = accelerator
         self._num_micro_steps = 0
-        parameters = [named_parameters([group]) for group in optimizer.param_groups]
+        parameters = [iterate_optimizer_parameters([group]) for group in optimizer.param_groups]
         trained = sum(parameter.numel() for group_parameters in parameters for parameter in group_parameters.values())
         # DeepSpeed allocates the bucket whole: a LoRA needs no 200 MB of it.
         self._bucket_elements = min(_MAX_BUCKET_ELEMENTS, trained)
@@ -101,7 +101,7 @@ class Zero2(Engine):
         self.optimizer = self._zero_optimizer.optimizer
         flat = (group["params"][0] for group in self.optimizer.param_groups)
         self._parts = [
-            _Part(part, part.numel() * accelerator.process_index, group_parameters)
+            _LocalGroupShard(part, part.numel() * accelerator.process_index, group_parameters)
             for part, group_parameters in zip(flat, parameters, strict=True)
         ]
         self._remove_gradient_hooks()
@@ -158,17 +158,17 @@ class Zero2(Engine):
         self._zero_optimizer._grad_acc_hooks.clear()
 
     @contextmanager
-    def keep_whole_gradients(self) -> Iterator[None]:
+    def keep_unsharded_gradients(self) -> Iterator[None]:
         # This rank's part and memory for the whole gradient of each group, flat: (part,) and (ranks * part,).
         flat_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-        def allocate() -> None:
+        def allocate_full_gradient() -> None:
             for index, part in enumerate(self._parts):
                 local = self._flatten_gradient(index, part)
                 flat_gradients.append((local, local.new_empty(local.numel() * self.accelerator.num_processes)))
 
         # A rank without enough memory must not leave the others waiting in an exchange.
-        gather_or_raise("memory for whole gradients", allocate)
+        gather_or_raise("memory for whole gradients", allocate_full_gradient)
         try:
             for part, (local, gathered) in zip(self._parts, flat_gradients, strict=True):
                 # Collective, in the same order of groups on every rank.
@@ -185,7 +185,7 @@ class Zero2(Engine):
                 for parameter in part.parameters.values():
                     parameter.grad = None
 
-    def _flatten_gradient(self, index: int, part: _Part) -> torch.Tensor:
+    def _flatten_gradient(self, index: int, part: _LocalGroupShard) -> torch.Tensor:
         """This rank's part of a group's averaged gradient, with padding."""
         averaged = self._zero_optimizer.averaged_gradients[index]
         flat: torch.Tensor = self._zero_optimizer.flatten_dense_tensors_aligned(averaged, part.tensor.numel())
@@ -241,7 +241,7 @@ class Zero2(Engine):
         parts = {
             f"{name}/part": part.tensor.detach()[location]
             for part in self._parts
-            for name, location in part.slices_in_part().items()
+            for name, location in part.slices_in_local_shard().items()
         }
         return get_trainable_parameters(self.unwrapped_model) | parts | self.local_optimizer_state()
 
@@ -249,7 +249,7 @@ class Zero2(Engine):
         return {
             f"{name}/{kind}": flat[location] if flat.ndim else flat
             for part in self._parts
-            for name, location in part.slices_in_part().items()
+            for name, location in part.slices_in_local_shard().items()
             for kind, flat in self.optimizer.state.get(part.tensor, {}).items()
         }
 
@@ -294,7 +294,7 @@ class Zero2(Engine):
                 kind: self._select_local_moment(part, kind, moments) for kind in sorted(kinds)
             }
 
-    def _select_local_moment(self, part: _Part, kind: str, moments: Tensors) -> torch.Tensor:
+    def _select_local_moment(self, part: _LocalGroupShard, kind: str, moments: Tensors) -> torch.Tensor:
         values = {name: moments[f"{name}/{kind}"] for name in part.parameters}
         # One step count for the whole part: its parameters have taken the same steps.
         if kind == "step":

@@ -49,7 +49,7 @@ class _BlockRecord:
     attention_outputs: set[int] = field(default_factory=set)
 
 
-class _Ledger:
+class _SavedTensorCounter:
     """The bytes that a forward pass saves for backward: each storage once, without weights and buffers."""
 
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
@@ -146,23 +146,23 @@ def measure_activations(
 
     `integer_inputs` holds integers that the forward depends on, such as token ids. Inside `forward_context`, one
     process can call the model by itself. Saved-tensor hooks count the bytes of a `FakeStep` on `device`. Checkpointing
-    must be off, and is off afterwards. Raises the errors of `FakeStep.run`.
+    must be off, and is off afterwards. Raises the errors of `FakeStep.run_on_fake_weights`.
     """
     step = FakeStep(transformer, batch, integer_inputs, device)
-    ledger = _Ledger(step.weights.values())
+    ledger = _SavedTensorCounter(step.weights.values())
     with (
         forward_context or nullcontext(),
         disable_compile(transformer),
         _record_blocks(ledger, transformer),
         saved_tensors_hooks(ledger.record_saved_tensor, lambda saved: saved),
     ):
-        step.run(losses)
+        step.run_on_fake_weights(losses)
     needs = ledger.compute_peak_bytes()
     return needs if supports_checkpointing(transformer) else {"none": needs["none"]}
 
 
 @contextmanager
-def _record_blocks(ledger: _Ledger, transformer: nn.Module) -> Iterator[None]:
+def _record_blocks(ledger: _SavedTensorCounter, transformer: nn.Module) -> Iterator[None]:
     """Record checkpointed blocks and chunks of logits in the ledger while the context is open."""
 
     def run_block(block: Callable[..., Any], *args: Any) -> Any:
@@ -177,7 +177,7 @@ def _record_blocks(ledger: _Ledger, transformer: nn.Module) -> Iterator[None]:
 
     patches = Patches()
     # The losses recompute chunks of logits in every mode, whatever `train.checkpointing` is.
-    patches.wrap_method(objectives, "recomputed", recompute)
+    patches.wrap_method(objectives, "call_with_recomputation", recompute)
     try:
         with use_block_caller(transformer, run_block):
             yield

@@ -12,10 +12,10 @@ from dit_lora.numerics.dtensors import get_local_tensor
 from dit_lora.numerics.ranks import is_true_on_all_ranks
 
 
-def has_only_idle_adapters(model: nn.Module) -> bool:
+def has_only_untrained_adapters(model: nn.Module) -> bool:
     """True if only adapters train and have no effect on any rank, as before step 1. Collective."""
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    idle = _find_idle_parameters(model)
+    idle = _find_zero_initialized_params(model)
     is_zero = all(map(is_adapter_tensor, trained)) and bool(idle) and not any(bool(p.any()) for p in idle)
     # A rank's shard of a trained weight may still be zero: ask all ranks.
     return is_true_on_all_ranks(is_zero)
@@ -29,7 +29,7 @@ def temporarily_reset_adapters(model: nn.Module) -> Iterator[None]:
     DoRA also trains magnitudes, which are not zero at the start. They are bypassed, with the same bits: DoRA's output
     is the base's output plus a difference.
     """
-    idle = _find_idle_parameters(model)
+    idle = _find_zero_initialized_params(model)
     trained = [part.clone() for part in idle]
     # Only DoRA has these parameters.
     magnitudes = any("lora_magnitude_vector" in name for name, _ in model.named_parameters())
@@ -44,7 +44,7 @@ def temporarily_reset_adapters(model: nn.Module) -> Iterator[None]:
             part.copy_(before)
 
 
-def _find_idle_parameters(model: nn.Module) -> list[torch.Tensor]:
+def _find_zero_initialized_params(model: nn.Module) -> list[torch.Tensor]:
     """This rank's parts of the adapter parameters that train and start at zero; they share the parameters' memory."""
     idle = [p for name, p in model.named_parameters() if p.requires_grad and is_zero_initialized(name)]
     return [get_local_tensor(p.detach()) for p in idle]

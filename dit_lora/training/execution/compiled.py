@@ -32,7 +32,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.guard.fallbacks import COMPILE, Fallback, list_model_fallbacks, set_model_fallbacks
-from dit_lora.numerics.opaque import get_fused_test, set_fused_test
+from dit_lora.numerics.opaque import get_fused_module_test, set_fused_module_test
 from dit_lora.numerics.transformer_blocks import WHOLE_BLOCK_LAUNCHES, repeated_blocks
 
 _BACKEND = "inductor"
@@ -62,7 +62,7 @@ def compile_blocks(recipe: Recipe, transformer: nn.Module, accelerator: Accelera
     _require_compiler(accelerator.device)
     # Next to the encodings: the temporary folder may be emptied. Torch's own default counts as not set.
     if os.environ.get(_CACHE_VARIABLE) in (None, default_cache_dir()):
-        os.environ[_CACHE_VARIABLE] = _make_plain_path(recipe.cache_dir.absolute() / "compile")
+        os.environ[_CACHE_VARIABLE] = _make_path_without_quotes(recipe.cache_dir.absolute() / "compile")
     # Each bucket needs its own graphs, and the limit is for all blocks that share one code.
     limits = torch._dynamo.config
     limits.recompile_limit = max(_MAX_GRAPHS_PER_BLOCK, limits.recompile_limit)
@@ -84,13 +84,13 @@ def compile_blocks(recipe: Recipe, transformer: nn.Module, accelerator: Accelera
         else:
             block.forward = _compile_forward(block.forward, state)
         # Probes hook the parts of a block, but compiled code calls none of them: tell the guard.
-        set_fused_test(block, partial(_is_single_unit, state, get_fused_test(block)))
-    switch = Fallback(COMPILE, "kernel", state.disable_temporarily, state.turn_off, "eager mode")
+        set_fused_module_test(block, partial(_is_called_as_one_module, state, get_fused_module_test(block)))
+    switch = Fallback(COMPILE, "kernel", state.disable_temporarily, state.disable_compiled_blocks, "eager mode")
     # For the guard: running eager separates a fault of compiled code from one of the model.
     set_model_fallbacks(transformer, [*list_model_fallbacks(transformer), switch])
 
 
-def _make_plain_path(folder: Path) -> str:
+def _make_path_without_quotes(folder: Path) -> str:
     """A path to the compile cache that needs no quotes: inductor puts it unquoted on the compiler's command line."""
     if shlex.quote(str(folder)) == str(folder):
         return str(folder)
@@ -125,7 +125,7 @@ class _CompileSwitch:
         finally:
             self.is_on = before
 
-    def turn_off(self) -> None:
+    def disable_compiled_blocks(self) -> None:
         self.is_on = False
 
 
@@ -158,7 +158,7 @@ def _make_compile_error(error: Exception) -> DitLoraError:
     )
 
 
-def _is_single_unit(state: _CompileSwitch, is_whole: Callable[[], bool] | None) -> bool:
+def _is_called_as_one_module(state: _CompileSwitch, is_whole: Callable[[], bool] | None) -> bool:
     """True if the block computes as one unit: a compiled block calls none of its parts, nor do some fused ones."""
     return state.is_on or (is_whole is not None and is_whole())
 

@@ -53,7 +53,7 @@ class FakeStep:
                 self.batch[name] = torch.ones(shape, dtype=dtype, device=device)
         self.batch |= {name: tensor.to(device) for name, tensor in (integer_inputs or {}).items()}
 
-    def run(self, compute: Losses) -> Any:
+    def run_on_fake_weights(self, compute: Losses) -> Any:
         """Run `compute(model, batch)` with the model on the fake weights.
 
         Not under a fake mode: tables that a model computes and keeps, and its random numbers, must be real. Raises

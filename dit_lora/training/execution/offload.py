@@ -44,7 +44,7 @@ def offload_base(recipe: Recipe, transformer: nn.Module, accelerator: Accelerato
             "with accelerate_configs/ddp.yaml or in one process, or set it to none"
         )
     directly_called = get_family(recipe.model.family).directly_called_modules
-    transformer.__dict__[_OFFLOAD_KEY] = Offload(transformer, accelerator.device, directly_called)
+    transformer.__dict__[_OFFLOAD_KEY] = WeightOffloader(transformer, accelerator.device, directly_called)
 
 
 def get_device_placement(*objects: Any) -> list[bool] | None:
@@ -55,13 +55,13 @@ def get_device_placement(*objects: Any) -> list[bool] | None:
 
 def make_offload_fallback(transformer: nn.Module) -> Fallback | None:
     """The fallback of `train.offload`: the whole base on the device; None without offload."""
-    offload: Offload | None = transformer.__dict__.get(_OFFLOAD_KEY)
+    offload: WeightOffloader | None = transformer.__dict__.get(_OFFLOAD_KEY)
     if offload is None:
         return None
     return Fallback(OFFLOAD, "kernel", offload.disable_temporarily, offload.disable, "the base on the device")
 
 
-class Offload:
+class WeightOffloader:
     """Moves the frozen weights of a model's blocks and tracks them; between passes all are in host memory."""
 
     def __init__(
@@ -74,11 +74,11 @@ class Offload:
         self.groups = _group_frozen_weights(transformer, directly_called_modules)
         self._device = device
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.resident_groups: list[_FrozenGroup] = []
+        self.resident_groups: list[_FrozenBlockWeights] = []
         self._is_disabled = False
         """True while all weights stay on the device."""
         self._last_two_groups: _GroupPair = (None, None)
-        self._next_groups: dict[_GroupPair, _FrozenGroup] = {}
+        self._next_groups: dict[_GroupPair, _FrozenBlockWeights] = {}
         """The group that last followed two others; pairs tell forward order from backward order."""
         self._place_tensors(transformer)
         for block, group in self.groups.items():
@@ -104,7 +104,7 @@ class Offload:
         offloaded_names = {name for name, tensor in named_tensors if tensor in offloaded}
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(transformer, offloaded_names)
 
-    def _prepare_block(self, group: "_FrozenGroup", *_: Any) -> None:
+    def _prepare_block(self, group: "_FrozenBlockWeights", *_: Any) -> None:
         """Copy a block's frozen weights to the device before it computes, in a forward pass or its recomputation.
 
         May be called twice for one computation.
@@ -154,7 +154,7 @@ class Offload:
             self._is_disabled = False
             self._offload_all()
 
-    def _load_group(self, group: "_FrozenGroup") -> None:
+    def _load_group(self, group: "_FrozenBlockWeights") -> None:
         if group in self.resident_groups:
             return
         self.resident_groups.append(group)
@@ -163,16 +163,16 @@ class Offload:
             self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))
         # Has no effect if there is no stream.
         with torch.cuda.stream(self._copy_stream):
-            group.load(self._device)
+            group.load_weights_to_device(self._device)
             if self._copy_stream is not None:
                 group.arrival_event = self._copy_stream.record_event()
 
-    def _offload_group(self, group: "_FrozenGroup") -> None:
+    def _offload_group(self, group: "_FrozenBlockWeights") -> None:
         self.resident_groups.remove(group)
-        group.offload()
+        group.release_device_weights()
 
 
-class _FrozenGroup:
+class _FrozenBlockWeights:
     """The frozen weights of one block, which offload moves between host and device."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
@@ -181,7 +181,7 @@ class _FrozenGroup:
         """CUDA event after which the copies requested last have arrived; None without copies."""
         self._host_tensors: list[torch.Tensor] = []
 
-    def load(self, device: torch.device) -> None:
+    def load_weights_to_device(self, device: torch.device) -> None:
         """Copy a block's frozen weights to the device from where they are now.
 
         A diagnosis in fp32 may have replaced their values.
@@ -190,19 +190,19 @@ class _FrozenGroup:
         for parameter, home in zip(self.parameters, self._host_tensors, strict=True):
             parameter.data = home.to(device, non_blocking=True)
 
-    def offload(self) -> None:
+    def release_device_weights(self) -> None:
         """Let a block use its frozen weights in host memory again. Nothing is copied: they have not changed."""
         for parameter, home in zip(self.parameters, self._host_tensors, strict=True):
             parameter.data = home
         self._host_tensors = []
 
 
-_GroupPair = tuple[_FrozenGroup | None, _FrozenGroup | None]
+_GroupPair = tuple[_FrozenBlockWeights | None, _FrozenBlockWeights | None]
 
 
 def _group_frozen_weights(
     transformer: nn.Module, directly_called_modules: Sequence[str]
-) -> dict[nn.Module, _FrozenGroup]:
+) -> dict[nn.Module, _FrozenBlockWeights]:
     """The blocks that have frozen weights. Raises `DitLoraError` for a model that cannot be offloaded."""
     name = type(transformer).__name__
     if not supports_checkpointing(transformer):
@@ -215,7 +215,7 @@ def _group_frozen_weights(
         block: [p for p in block.parameters() if not p.requires_grad and p not in stays]
         for block in repeated_blocks(transformer)
     }
-    groups = {block: _FrozenGroup(parameters) for block, parameters in frozen.items() if parameters}
+    groups = {block: _FrozenBlockWeights(parameters) for block, parameters in frozen.items() if parameters}
     if not groups:
         raise DitLoraError(
             f"train.offload=group: no block of {name} has frozen weights to keep in host memory; set it to none"

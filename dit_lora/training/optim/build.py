@@ -11,7 +11,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dit_lora.config.optim import OptimConfig
-from dit_lora.config.optimizers import DEFAULT_OPTIMIZER, MIN_8BIT_SIZE, OPTIMIZERS, OptimizerRecord, collect_names
+from dit_lora.config.optimizers import (
+    DEFAULT_OPTIMIZER,
+    MIN_8BIT_SIZE,
+    OPTIMIZERS,
+    OptimizerRecord,
+    collect_optimizer_names,
+)
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse.gradient_norms import NormFunction
 from dit_lora.numerics.dtensors import get_local_tensor
@@ -37,10 +43,10 @@ def require_optimizer(optim: OptimConfig, device: torch.device) -> None:
         )
     _select_options(optim)
     if record.is_native:
-        _require_native_step(optim, device)
+        _require_working_optimizer(optim, device)
 
 
-def _require_native_step(optim: OptimConfig, device: torch.device) -> None:
+def _require_working_optimizer(optim: OptimConfig, device: torch.device) -> None:
     """Take one optimizer step of a small tensor: bitsandbytes may have no code for this device or its CUDA version."""
     parameter = torch.nn.Parameter(torch.zeros(MIN_8BIT_SIZE, device=device))
     parameter.grad = torch.ones_like(parameter)
@@ -91,7 +97,7 @@ def _select_options(optim: OptimConfig) -> dict[str, Any]:
     return supported
 
 
-class Schedule:
+class LearningRateSchedule:
     """Learning rate schedules that depend only on the step, so that no state can be lost or corrupted.
 
     Args:
@@ -131,14 +137,16 @@ def compute_schedule_factor(kind: str, step: int, *, warmup: int, steps: int, mi
     return min_factor + (1.0 - min_factor) * remaining
 
 
-def apply_schedule(groups: ParameterGroups, schedule: Schedule, step: int, *, scale: float = 1.0) -> dict[str, float]:
+def apply_schedule(
+    groups: ParameterGroups, schedule: LearningRateSchedule, step: int, *, scale: float = 1.0
+) -> dict[str, float]:
     """Set each parameter group's learning rate for this step.
 
     Returns the rates by group name, times Prodigy's estimate if it has one. `scale` multiplies all rates: a rollback
     may have lowered them.
     """
     # Names of group keys that multiply the rate, such as Prodigy's estimate.
-    factors = collect_names(lambda record: (record.lr_factor,) if record.lr_factor else ())
+    factors = collect_optimizer_names(lambda record: (record.lr_factor,) if record.lr_factor else ())
     rates = {}
     for group in groups:
         group["lr"] = schedule.compute_rate(group["name"], step) * scale

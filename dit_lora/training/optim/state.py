@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from dit_lora.config.optimizers import collect_names
+from dit_lora.config.optimizers import collect_optimizer_names
 from dit_lora.numerics.optimizer_numbers import (
     convert_to_tensor,
     is_scalar_tensor,
     read_group_numbers,
-    restore_scalars,
+    restore_saved_scalars,
 )
 
 Tensors = Mapping[str, torch.Tensor]
@@ -27,7 +27,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]
     holders: dict[str, Mapping[str, Any]] = {
         group["name"]: read_group_numbers(group) for group in optimizer.param_groups
     }
-    for prefix, parameter in named_parameters(optimizer.param_groups).items():
+    for prefix, parameter in iterate_optimizer_parameters(optimizer.param_groups).items():
         # Empty for a parameter that has had no gradient yet.
         holders[prefix] = optimizer.state.get(parameter, {})
     for prefix, holder in holders.items():
@@ -43,10 +43,10 @@ def load_scalar_state(optimizer: torch.optim.Optimizer, state: Tensors) -> None:
     The tensors of that state are live already.
     """
     for group in optimizer.param_groups:
-        restore_scalars(group, group["name"], state)
-    for prefix, parameter in named_parameters(optimizer.param_groups).items():
+        restore_saved_scalars(group, group["name"], state)
+    for prefix, parameter in iterate_optimizer_parameters(optimizer.param_groups).items():
         if parameter in optimizer.state:
-            restore_scalars(optimizer.state[parameter], prefix, state)
+            restore_saved_scalars(optimizer.state[parameter], prefix, state)
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, stored: Tensors) -> None:
@@ -60,7 +60,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, stored: Tensors) -> N
     # Shared tables have no prefix.
     tables = by_parameter.get("", {})
     for number, group in enumerate(inner_optimizer.param_groups):
-        restore_scalars(group, group["name"], stored)
+        restore_saved_scalars(group, group["name"], stored)
         for index, (name, parameter) in enumerate(zip(group["param_names"], group["params"], strict=True)):
             inner_optimizer.state.pop(parameter, None)
             values = by_parameter.get(f"{group['name']}/{name}")
@@ -78,14 +78,14 @@ def drop_optimizer_state(optimizer: torch.optim.Optimizer, names: Sequence[str])
     """Delete the optimizer state of these parameters, named as in `optimizer_state`; they start as on step 1."""
     # The name without its last part is the parameter's: `<group>/<parameter>`.
     owners = {name.rpartition("/")[0] for name in names}
-    for prefix, parameter in named_parameters(optimizer.param_groups).items():
+    for prefix, parameter in iterate_optimizer_parameters(optimizer.param_groups).items():
         if prefix in owners:
             optimizer.state.pop(parameter, None)
 
 
 def _shared_state_names() -> tuple[str, ...]:
     """Names of tensors that every parameter's state shares, such as bitsandbytes' 8-bit codes."""
-    return collect_names(lambda record: record.shared_state)
+    return collect_optimizer_names(lambda record: record.shared_state)
 
 
 def _fill_optimizer_state(state: MutableMapping[str, Any], values: Tensors, device: torch.device) -> None:
@@ -97,7 +97,7 @@ def _fill_optimizer_state(state: MutableMapping[str, Any], values: Tensors, devi
             state[name] = value.item() if is_scalar_tensor(value) else value.to(device, copy=True)
 
 
-def named_parameters(groups: Sequence[Mapping[str, Any]]) -> dict[str, nn.Parameter]:
+def iterate_optimizer_parameters(groups: Sequence[Mapping[str, Any]]) -> dict[str, nn.Parameter]:
     """The parameters of an optimizer's groups as `<group>/<parameter>`, in order."""
     return {
         f"{group['name']}/{name}": parameter

@@ -12,7 +12,7 @@ from dit_lora.data.loading.quarantine import QUARANTINE_FILE, Quarantine
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.fuse.gradient_norms import NormFunction, choose_norm_function
 from dit_lora.guard.fallbacks import find_fallback, list_fallbacks
-from dit_lora.guard.frozen_weights import FrozenRecord
+from dit_lora.guard.frozen_weights import FrozenWeightDigests
 from dit_lora.guard.monitor import Monitor
 from dit_lora.guard.recovery import Policy
 from dit_lora.guard.snapshots import Snapshots
@@ -22,13 +22,13 @@ from dit_lora.numerics.parameters import get_trainable_parameters
 from dit_lora.numerics.ranks import gather_object
 from dit_lora.training.ema import TrainedEMA
 from dit_lora.training.recovery.diagnosis_context import RunDiagnosisContext
-from dit_lora.training.recovery.monitoring import StepWatcher
-from dit_lora.training.recovery.run_recovery import GuardStart, GuardState, RecoveryFiles, RunRecovery
-from dit_lora.training.session.session import share_errors
+from dit_lora.training.recovery.monitoring import StepMonitor
+from dit_lora.training.recovery.run_recovery import GuardState, InitialGuardState, RecoveryFileUpdater, RunRecovery
+from dit_lora.training.session.session import raise_errors_on_all_ranks
 from dit_lora.training.task import AnySetup
 
 
-def load_guard_state(setup: AnySetup, record: Mapping[str, Any]) -> GuardStart:
+def load_guard_state(setup: AnySetup, record: Mapping[str, Any]) -> InitialGuardState:
     """Restore the guard's state from a checkpoint (empty at a first start).
 
     Fallbacks that were off then are switched off again.
@@ -48,11 +48,15 @@ def load_guard_state(setup: AnySetup, record: Mapping[str, Any]) -> GuardStart:
     quarantine = _load_quarantine(setup)
     # Kept from the first start: slow growth of the weights must not raise the limit.
     peak = record.get("start_peak") or compute_weight_peak(weights, all_ranks=setup.engine.collective_forward)
-    return GuardStart(state, policy, switches, quarantine, peak)
+    return InitialGuardState(state, policy, switches, quarantine, peak)
 
 
 def build_recovery(
-    setup: AnySetup, ema: TrainedEMA | None, guard_start: GuardStart, snapshots: Snapshots, files: RecoveryFiles
+    setup: AnySetup,
+    ema: TrainedEMA | None,
+    guard_start: InitialGuardState,
+    snapshots: Snapshots,
+    files: RecoveryFileUpdater,
 ) -> RunRecovery:
     """Build the handler that diagnoses failed steps and recovers from them; `files` are the run's."""
     transformer, engine = setup.transformer, setup.engine
@@ -64,7 +68,7 @@ def build_recovery(
             max_magnitude=MAX_ABS,
             collective_forward=engine.collective_forward,
             # Digests of the bits: a norm would miss a flipped sign, and a sum two exchanged rows.
-            frozen_record=FrozenRecord(transformer),
+            frozen_record=FrozenWeightDigests(transformer),
             disabled_names=guard_start.state.switched_off,
             setup=setup,
             ema=ema,
@@ -86,7 +90,7 @@ def build_recovery(
     )
 
 
-def build_watcher(setup: AnySetup, snapshots: Snapshots) -> StepWatcher:
+def build_watcher(setup: AnySetup, snapshots: Snapshots) -> StepMonitor:
     """Build the per-step monitoring that the recipe's `guard` section asks for."""
     config = setup.recipe.guard
     monitor, spikes = None, None
@@ -94,10 +98,10 @@ def build_watcher(setup: AnySetup, snapshots: Snapshots) -> StepWatcher:
         monitor = Monitor(setup.transformer, interval_steps=config.monitor_every)
     if config.spike_threshold is not None:
         spikes = SpikeDetector(window=config.spike_window, threshold=config.spike_threshold)
-    return StepWatcher(snapshots, monitor, spikes, config.adaptive_clip)
+    return StepMonitor(snapshots, monitor, spikes, config.adaptive_clip)
 
 
-def choose_gradient_norms(setup: AnySetup) -> NormFunction | None:
+def choose_gradient_norm_function(setup: AnySetup) -> NormFunction | None:
     """The function that computes gradient norms; None for PyTorch.
 
     It is equal on all ranks, or clipping would make weights differ.
@@ -105,7 +109,7 @@ def choose_gradient_norms(setup: AnySetup) -> NormFunction | None:
     norms, reason_off = None, None
     trained = [p for group in setup.optimizer.param_groups for p in group["params"]]
     # Agree on errors first: a rank with an error would never reach the gather below.
-    with share_errors(setup.session.accelerator):
+    with raise_errors_on_all_ranks(setup.session.accelerator):
         norms, reason_off = choose_norm_function(setup.recipe.kernels.finite_norm, trained)
     # If one rank cannot use the kernel, all ranks use PyTorch.
     reasons = [reason for reason in gather_object([reason_off]) if reason is not None]

@@ -35,9 +35,9 @@ def replay_on_other_ranks(
     if len(hosts) == 1:
         return local_diagnoses
     if diagnosis_context.collective_forward:
-        return [replace(item, diagnosis=_add_host(item.diagnosis, hosts)) for item in local_diagnoses]
+        return [replace(item, diagnosis=_add_host_name(item.diagnosis, hosts)) for item in local_diagnoses]
     # One micro-batch per rank is enough to test the rank.
-    failed = [n for n, item in enumerate(local_diagnoses) if _is_from_replays(item.diagnosis)][:1]
+    failed = [n for n, item in enumerate(local_diagnoses) if _is_cause_found_by_replay(item.diagnosis)][:1]
     tried = list(local_diagnoses)
     # Every rank takes part for each owner, in the same order: `share_micro_batch` and the runs are collective.
     for owner, has_failed in enumerate(gather_object([bool(failed)])):
@@ -49,18 +49,18 @@ def replay_on_other_ranks(
         outcomes = _replay_on_all_ranks(shared_batch, diagnosis_context, kind)
         if not is_mine:
             continue
-        conclusion = _add_host(_conclude_from_outcomes(local_diagnoses[index].diagnosis, outcomes), hosts)
+        conclusion = _add_host_name(_conclude_from_outcomes(local_diagnoses[index].diagnosis, outcomes), hosts)
         tried[index] = replace(local_diagnoses[index], diagnosis=conclusion)
         if conclusion.cause == "rank":
             # The rank's other micro-batches of the step failed there too, unless facts or chance explain them.
             for number, item in enumerate(tried):
-                if _is_from_replays(item.diagnosis):
+                if _is_cause_found_by_replay(item.diagnosis):
                     shared = replace(conclusion, micro_step=item.diagnosis.micro_step)
                     tried[number] = replace(item, diagnosis=shared)
     return tried
 
 
-def _is_from_replays(diagnosis: Diagnosis) -> bool:
+def _is_cause_found_by_replay(diagnosis: Diagnosis) -> bool:
     return "replays" in diagnosis.evidence and diagnosis.cause != "transient"
 
 
@@ -126,7 +126,7 @@ def _replace_cause(diagnosis: Diagnosis, cause: Cause, message: str, evidence: M
     return Diagnosis(cause, message, diagnosis.step, diagnosis.rank, diagnosis.micro_step, evidence=evidence)
 
 
-def _add_host(diagnosis: Diagnosis, hosts: Sequence[str]) -> Diagnosis:
+def _add_host_name(diagnosis: Diagnosis, hosts: Sequence[str]) -> Diagnosis:
     if diagnosis.cause != "rank":
         return diagnosis
     host = hosts[diagnosis.rank]

@@ -17,7 +17,7 @@ from dit_lora.numerics.finite import describe_bad_tensors
 from dit_lora.numerics.ranks import broadcast_object
 from dit_lora.numerics.streams import derive_seed
 from dit_lora.training.ema import TrainedEMA
-from dit_lora.training.replayable_batch import BatchPosition, ReplayableBatch, WeightedLoss, pack_for_sending
+from dit_lora.training.replayable_batch import BatchPosition, ReplayableBatch, WeightedLoss, serialize_micro_batch
 from dit_lora.training.task import AnySetup
 
 # Number of samples to try as a control.
@@ -69,7 +69,7 @@ class RunDiagnosisContext(DiagnosisContext):
 
     def share_micro_batch(self, local_batch: MicroBatch | None, owner: int) -> MicroBatch | None:
         seed = self.setup.recipe.train.seed
-        packed = pack_for_sending(local_batch, seed) if local_batch is not None else None
+        packed = serialize_micro_batch(local_batch, seed) if local_batch is not None else None
         parts = broadcast_object(packed, owner)
         if local_batch is not None or parts is None:
             return local_batch

@@ -7,7 +7,7 @@ from dit_lora.training.recovery.run_recovery import RunRecovery
 from dit_lora.training.recovery.state_checks import collect_local_state
 
 
-class GoodState:
+class LastGoodSnapshot:
     """One snapshot of weights, optimizer state and moving averages, and the guard's scale of learning rates.
 
     It takes as much host memory as they do. Every rank calls the same methods in the same steps.
@@ -29,17 +29,17 @@ class GoodState:
         """The step after which the state was copied; None before the first copy."""
         return self._snapshots.steps[-1] if self._snapshots.steps else None
 
-    def take(self, step: int) -> None:
+    def take_snapshot(self, step: int) -> None:
         """Copy the present state, which is that after `step`."""
-        self._snapshots.take(step)
+        self._snapshots.take_snapshot(step)
         # Finish the copy before the optimizer writes.
-        self._snapshots.read(step)
+        self._snapshots.read_snapshot(step)
         self._lr_scale = self._recovery.state.lr_scale
 
-    def drop(self) -> None:
+    def drop_snapshot(self) -> None:
         """Forget the state, as after a rollback to an earlier one."""
         if self.step is not None:
-            self._snapshots.drop(self.step)
+            self._snapshots.drop_snapshot(self.step)
 
     def find_finite_step(self) -> int | None:
         """Step of the state if it is finite on every rank; None if it is not, or there is none. Collective."""
@@ -48,16 +48,16 @@ class GoodState:
         # Bad on any rank counts: all ranks restore the same step.
         return None if gather_object(self._snapshots.find_nonfinite(self.step)) else self.step
 
-    def restore(self, step: int) -> None:
+    def restore_snapshot(self, step: int) -> None:
         """Roll the run back to the state of `step`, with the guard's state. Collective.
 
         Later log lines, checkpoints and snapshots are removed, because they are results of the fault.
         """
         recovery = self._recovery
-        recovery.engine.drop_optimizer_state(self._snapshots.restore(step))
+        recovery.engine.drop_optimizer_state(self._snapshots.restore_snapshot(step))
         recovery.state.lr_scale = self._lr_scale
         for later in [held_step for held_step in recovery.snapshots.steps if held_step > step]:
-            recovery.snapshots.drop(later)
+            recovery.snapshots.drop_snapshot(later)
         # The next failed step needs a state to return to, and the later ones are gone.
-        recovery.snapshots.take(step)
-        recovery.files.rewind(step, is_new_trajectory=True)
+        recovery.snapshots.take_snapshot(step)
+        recovery.files.rewind_logs_and_checkpoints(step, is_new_trajectory=True)

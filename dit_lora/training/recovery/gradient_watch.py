@@ -15,20 +15,20 @@ from dit_lora.guard.diagnosis import Event
 from dit_lora.guard.fallbacks import Fallback
 from dit_lora.guard.finite_gate import NonFiniteError
 from dit_lora.guard.gradient_check.cause import (
-    CauseFinding,
     ReplayableStep,
+    WrongGradientCause,
     build_diagnosis_record,
-    compare_ranks,
+    check_ranks_are_equal,
     find_gradient_cause,
     gather_loss_terms,
 )
 from dit_lora.guard.gradient_check.check import GradientReport
 from dit_lora.guard.gradient_check.low_precision import check_step_gradient
-from dit_lora.guard.gradient_check.ranks import GradientCheckError, gather_or_raise, run_together
+from dit_lora.guard.gradient_check.ranks import GradientCheckError, gather_or_raise, run_or_raise_on_all_ranks
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.memory import is_out_of_memory
 from dit_lora.numerics.ranks import get_process_index
-from dit_lora.training.check_budget import count_paying_steps, estimate_gradient_evaluations
+from dit_lora.training.check_budget import count_steps_to_cover_check, estimate_gradient_evaluations
 from dit_lora.training.checkpoints.files import checkpoint_path
 from dit_lora.training.choose_checkpointing import choose_checkpointing
 from dit_lora.training.distributed.context_parallel import ContextParallel
@@ -39,7 +39,7 @@ from dit_lora.training.ema import TrainedEMA
 from dit_lora.training.execution.activation_checkpointing import make_checkpointing_fallback
 from dit_lora.training.execution.offload import make_offload_fallback
 from dit_lora.training.loop import RolledBackError
-from dit_lora.training.recovery.good_state import GoodState
+from dit_lora.training.recovery.good_state import LastGoodSnapshot
 from dit_lora.training.recovery.parity_batches import disable_for_run
 from dit_lora.training.recovery.run_recovery import RunRecovery
 from dit_lora.training.task import AnySetup
@@ -62,7 +62,7 @@ _ADVICE = {
 
 
 @dataclass
-class GradientWatch:
+class PeriodicGradientCheck:
     """Checks gradients of a run's steps. Weights, gradients and random state are bitwise unchanged afterwards."""
 
     setup: AnySetup
@@ -77,7 +77,7 @@ class GradientWatch:
     _num_switched_off: int = field(init=False)
     _last_sound_step: int | None = None
     """The last step whose gradient agreed with the loss, in this process."""
-    _good_state: GoodState | None = field(init=False, default=None)
+    _good_state: LastGoodSnapshot | None = field(init=False, default=None)
     """The state before that step; None if the guard may not roll back, or has nothing to switch off."""
 
     def __post_init__(self) -> None:
@@ -85,11 +85,11 @@ class GradientWatch:
         self._num_evaluations = estimate_gradient_evaluations(self.setup.dtype)
         self._num_switched_off = len(self.recovery.state.switched_off)
         # Without switching a component off, the steps after a rollback would have the same fault.
-        if self.is_on and {"fallback", "rollback"} <= {*self.setup.recipe.guard.on_nonfinite}:
-            self._good_state = GoodState(self.recovery, self.ema)
+        if self.is_gradient_check_on and {"fallback", "rollback"} <= {*self.setup.recipe.guard.on_nonfinite}:
+            self._good_state = LastGoodSnapshot(self.recovery, self.ema)
 
     @property
-    def is_on(self) -> bool:
+    def is_gradient_check_on(self) -> bool:
         return bool(self.setup.recipe.guard.gradient_every) and self.unsupported_reason is None
 
     @property
@@ -111,9 +111,13 @@ class GradientWatch:
     def skipped_reason(self) -> str | None:
         """Why an automatic interval allows no check in this run; None if it allows one."""
         # With a number of steps, the first step is always checked.
-        if not self.is_on or self.setup.recipe.guard.gradient_every != "auto" or self._is_affordable(self._next_step):
+        if (
+            not self.is_gradient_check_on
+            or self.setup.recipe.guard.gradient_every != "auto"
+            or self._is_affordable(self._next_step)
+        ):
             return None
-        num_steps = count_paying_steps(self._num_evaluations)
+        num_steps = count_steps_to_cover_check(self._num_evaluations)
         return (
             f"gradients are not checked: guard.gradient_every=auto needs a run of {num_steps} steps, of which a check "
             "costs 1%; set a number of steps instead"
@@ -121,7 +125,7 @@ class GradientWatch:
 
     def is_due(self, step: int) -> bool:
         """True if this step's gradient is to be checked."""
-        if not self.is_on:
+        if not self.is_gradient_check_on:
             return False
         interval = self.setup.recipe.guard.gradient_every
         if interval == "auto":
@@ -136,17 +140,17 @@ class GradientWatch:
 
     def _is_affordable(self, step: int) -> bool:
         """True if the steps from this one to the last would pay for a check."""
-        return self.setup.recipe.train.steps - step + 1 >= count_paying_steps(self._num_evaluations)
+        return self.setup.recipe.train.steps - step + 1 >= count_steps_to_cover_check(self._num_evaluations)
 
-    def restart(self, step: int) -> None:
+    def restart_after_step(self, step: int) -> None:
         """Note that training continues after `step`, which may be earlier than the last checked one."""
         if self._last_sound_step is not None:
             self._last_sound_step = min(self._last_sound_step, step)
         # The state of a step that the guard has undone.
         if self._good_state is not None and self._good_state.step is not None and self._good_state.step > step:
-            self._good_state.drop()
+            self._good_state.drop_snapshot()
 
-    def check(
+    def check_gradient_if_due(
         self,
         step: int,
         micro_batches: Sequence[MicroBatch],
@@ -165,22 +169,22 @@ class GradientWatch:
         replayable = ReplayableStep(micro_batches, self.setup.transformer, self.setup.dtype, previous_batch)
         # Until the bundle is written.
         with ExitStack() as whole_gradients:
-            self._check(step, replayable, losses, whole_gradients)
+            self._check_gradient_and_recover(step, replayable, losses, whole_gradients)
 
-    def _check(
+    def _check_gradient_and_recover(
         self, step: int, replayable: ReplayableStep, losses: Sequence[torch.Tensor], whole_gradients: ExitStack
     ) -> None:
         began = time.perf_counter()
         self._num_switched_off = len(self.recovery.state.switched_off)
         # The check is no part of training: whatever fails in it must not end the run.
         optional_work = self.setup.session.optional_work
-        outcome = optional_work.attempt(
+        outcome = optional_work.run_optional_work(
             "gradient checks",
             step,
-            lambda: self._examine(replayable, losses, whole_gradients),
+            lambda: self._check_and_diagnose_gradient(replayable, losses, whole_gradients),
             is_collective=self.setup.accelerator.num_processes > 1,
         )
-        self._next_step = step + count_paying_steps(self._num_evaluations)
+        self._next_step = step + count_steps_to_cover_check(self._num_evaluations)
         # A loss or gradient that is not finite is for the step's gate.
         if outcome is None or not outcome[0].is_finite:
             return
@@ -199,10 +203,12 @@ class GradientWatch:
         )
         if report.result == "differs":
             # Before the component is off: a replay switches off what was off in the step.
-            bundle = optional_work.attempt(
+            bundle = optional_work.run_optional_work(
                 "bundles of wrong gradients",
                 step,
-                lambda: run_together(lambda: self._write_bundle(replayable.micro_batches, finding, event)),
+                lambda: run_or_raise_on_all_ranks(
+                    lambda: self._write_bundle(replayable.micro_batches, finding, event)
+                ),
                 is_collective=True,
             )
             event = replace(event, facts={"bundle": bundle} if bundle else {})
@@ -215,10 +221,12 @@ class GradientWatch:
             # Without the component, more may be kept for backward.
             choose_checkpointing(self.setup)
             if self._good_state is not None and action == "rollback":
-                self._good_state.restore(target)
+                self._good_state.restore_snapshot(target)
             raise RolledBackError(target)
 
-    def _choose_action(self, step: int, report: GradientReport, finding: CauseFinding) -> tuple[GradientAction, int]:
+    def _choose_action(
+        self, step: int, report: GradientReport, finding: WrongGradientCause
+    ) -> tuple[GradientAction, int]:
         """The action for a gradient that does not agree, and the step after which training continues. Collective."""
         actions = self.setup.recipe.guard.on_nonfinite
         # As for a wrong kernel: the user has ruled out that a component is switched off.
@@ -235,14 +243,16 @@ class GradientWatch:
         lines = [f"step {step}: {message}", "stopped, because guard.on_nonfinite has no fallback"]
         if step - 1 > self.recovery.files.find_newest_saved_step():
             try:
-                self.recovery.files.save(step - 1, self.recovery.state_dict())
+                self.recovery.files.save_run_checkpoint(step - 1, self.recovery.state_dict())
                 lines.append(f"step {step - 1} is saved in {checkpoint_path(Path(), step - 1)}")
             # Such as a full disk: the run ends because of the gradient, which must still be said.
             except DitLoraError as error:
                 lines.append(f"{error}")
         raise NonFiniteError("\n".join(lines), event.to_record())
 
-    def _write_bundle(self, micro_batches: Sequence[MicroBatch], finding: CauseFinding, event: Event) -> str | None:
+    def _write_bundle(
+        self, micro_batches: Sequence[MicroBatch], finding: WrongGradientCause, event: Event
+    ) -> str | None:
         """Write a bundle of a step with a wrong gradient: if ranks have different ones, that of the first wrong rank.
 
         Returns its path on the main process, or None. Collective.
@@ -259,9 +269,9 @@ class GradientWatch:
         gradients = gather_or_raise("gradients", copy_gradients)[source]
         return self.recovery.files.write_gradient_bundle(micro_batches, gradients, event)
 
-    def _examine(
+    def _check_and_diagnose_gradient(
         self, step: ReplayableStep, losses: Sequence[torch.Tensor], whole_gradients: ExitStack
-    ) -> tuple[GradientReport, CauseFinding]:
+    ) -> tuple[GradientReport, WrongGradientCause]:
         """Check a step's gradient, and find the cause if it differs from the loss's slope. Collective.
 
         `whole_gradients` keeps the gradients until it is closed.
@@ -269,29 +279,31 @@ class GradientWatch:
         The result is `cannot tell` on all ranks after an error on one of them.
         """
         try:
-            run_together(lambda: whole_gradients.enter_context(self.setup.engine.keep_whole_gradients()))
-            report, finding = run_together(lambda: self._compare(step, losses))
+            run_or_raise_on_all_ranks(
+                lambda: whole_gradients.enter_context(self.setup.engine.keep_unsharded_gradients())
+            )
+            report, finding = run_or_raise_on_all_ranks(lambda: self._compare_with_ranks_and_loss(step, losses))
         except GradientCheckError as error:
             # Left out from here on.
             if is_out_of_memory(error):
                 raise
-            return GradientReport("cannot tell", (), 0, reason=str(error)), CauseFinding("unknown", "")
+            return GradientReport("cannot tell", (), 0, reason=str(error)), WrongGradientCause("unknown", "")
         if report.result != "differs" or finding is not None:
-            return report, finding or CauseFinding("unknown", "")
+            return report, finding or WrongGradientCause("unknown", "")
         context, fallbacks = self.recovery.diagnosis_context, list_gradient_fallbacks(self.setup.transformer)
         try:
-            return report, run_together(lambda: find_gradient_cause(step, report, context, fallbacks))
+            return report, run_or_raise_on_all_ranks(lambda: find_gradient_cause(step, report, context, fallbacks))
         # That the gradient is wrong is known already, and must not be lost.
         except GradientCheckError as error:
             reason = "does not fit into memory" if is_out_of_memory(error) else f"failed: {error}"
-            return report, CauseFinding("unknown", f"; a replay to find the cause {reason}")
+            return report, WrongGradientCause("unknown", f"; a replay to find the cause {reason}")
 
-    def _compare(
+    def _compare_with_ranks_and_loss(
         self, step: ReplayableStep, losses: Sequence[torch.Tensor]
-    ) -> tuple[GradientReport, CauseFinding | None]:
+    ) -> tuple[GradientReport, WrongGradientCause | None]:
         """Compare a step's gradient with those of other ranks, which are a cause if they differ, and with the loss."""
         # First: ranks with different gradients would take different decisions below.
-        unequal = compare_ranks(step)
+        unequal = check_ranks_are_equal(step)
         if unequal is not None:
             return unequal
         report = check_step_gradient(
@@ -306,7 +318,7 @@ class GradientWatch:
     def _record_sound_step(self, step: int, report: GradientReport) -> None:
         """Note that a step's gradient agrees with the loss, say so the first time, and keep the state before it."""
         if self._good_state is not None:
-            self._good_state.take(step - 1)
+            self._good_state.take_snapshot(step - 1)
         if self._last_sound_step is None:
             is_dora = self.setup.recipe.lora.kind == "dora"
             # By design, its gradient leaves out how A and B change the norm of the weights.
@@ -315,9 +327,9 @@ class GradientWatch:
         self._last_sound_step = step
         # The next check will cost about as much.
         self._num_evaluations = report.num_evaluations
-        self._next_step = step + count_paying_steps(report.num_evaluations)
+        self._next_step = step + count_steps_to_cover_check(report.num_evaluations)
 
-    def _describe_action(self, step: int, finding: CauseFinding, action: GradientAction, target: int) -> str:
+    def _describe_action(self, step: int, finding: WrongGradientCause, action: GradientAction, target: int) -> str:
         """The action taken for a cause, or advice for the user, as the end of a sentence."""
         # Steps that an earlier process trained have not been checked by this one.
         first_step = 1 + (self._last_sound_step or 0)

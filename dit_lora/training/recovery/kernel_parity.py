@@ -16,8 +16,19 @@ from dit_lora.data.loading.batch import Batch
 from dit_lora.errors import format_list
 from dit_lora.fuse.patches import ATTENTION, KERNELS, OPS, get_fusion
 from dit_lora.guard.comparison.block_kinds import BlockInputs, select_block_per_kind
-from dit_lora.guard.comparison.block_parity import MIN_PASSES, Coverage, GradFlags, find_blocks, is_list_element
-from dit_lora.guard.comparison.parity import ComparisonOptions, Difference, find_first_difference, iter_differences
+from dit_lora.guard.comparison.block_parity import (
+    MIN_PASSES,
+    ComparisonCoverage,
+    GradFlags,
+    find_blocks,
+    is_list_element,
+)
+from dit_lora.guard.comparison.parity import (
+    ComparisonOptions,
+    KernelDifference,
+    find_first_difference,
+    iter_differences,
+)
 from dit_lora.guard.diagnosis import make_kernel_event
 from dit_lora.guard.fallbacks import COMPILE, Fallback
 from dit_lora.guard.finite_gate import NonFiniteError
@@ -28,7 +39,7 @@ from dit_lora.training.choose_checkpointing import choose_checkpointing
 from dit_lora.training.ema import TrainedEMA
 from dit_lora.training.execution.activation_checkpointing import choose_least_memory_mode, use_checkpointing_mode
 from dit_lora.training.loop import RolledBackError
-from dit_lora.training.recovery.good_state import GoodState
+from dit_lora.training.recovery.good_state import LastGoodSnapshot
 from dit_lora.training.recovery.parity_batches import (
     MIN_SAMPLES,
     disable_for_run,
@@ -47,7 +58,7 @@ _MAX_BLOCKS = 8
 
 
 @dataclass
-class ParityWatch:
+class PeriodicKernelComparison:
     """Compares a run's kernels with the unpatched model before its first step and every `guard.parity_every` steps.
 
     It holds the state of the last comparison that passed. Its forward passes run between two steps; weights,
@@ -62,22 +73,22 @@ class ParityWatch:
     """The inputs with which preflight called the model's blocks."""
     selected_blocks: Collection[str] | None = None
     """Names of the blocks to compare; None for all."""
-    coverage: Coverage = field(default_factory=Coverage)
+    coverage: ComparisonCoverage = field(default_factory=ComparisonCoverage)
     """The blocks that the last comparison reached, over all ranks."""
     ema: TrainedEMA | None = None
     start_step: int = 0
     _recent_batches: deque[Batch] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT_BATCHES))
-    _good_state: GoodState | None = None
+    _good_state: LastGoodSnapshot | None = None
     _block_offset: int = 0
 
-    def start(self, *, was_compared: bool) -> None:
+    def start_periodic_comparisons(self, *, was_compared: bool) -> None:
         """Start periodic kernel comparisons: hold the present state as good.
 
         `was_compared`: preflight compared the kernels.
         """
         config = self.setup.recipe.guard
         if config.parity_every and self.fallbacks:
-            self._good_state = GoodState(self.recovery, self.ema)
+            self._good_state = LastGoodSnapshot(self.recovery, self.ema)
         # Without preflight no comparison has passed: there is no known good state to return to.
         if was_compared:
             self._take_snapshot(self.start_step)
@@ -100,7 +111,7 @@ class ParityWatch:
             and not (switch.name == COMPILE and self._good_state is not None)
         ]
 
-    def record_batches(self, batches: Iterable[Batch], start_step: int) -> Iterator[Batch]:
+    def record_recent_batches(self, batches: Iterable[Batch], start_step: int) -> Iterator[Batch]:
         """Yield the micro-batches unchanged, and keep the latest ones, on which kernels are compared with the
         reference.
         """
@@ -113,7 +124,7 @@ class ParityWatch:
             self._recent_batches.append(batch)
             yield batch
 
-    def compare_if_due(self, step: int, *, is_last: bool) -> None:
+    def compare_kernels_if_due(self, step: int, *, is_last: bool) -> None:
         """Compare the kernels with the unpatched model if this step is due. Collective.
 
         Raises `RolledBackError` on every rank if training must continue from an earlier step.
@@ -131,11 +142,13 @@ class ParityWatch:
         # The newest good batch; if it is too small, the next newest that fits is joined to it.
         batch = ensure_min_samples(good[-1], good[:-1][::-1])
         differing = []
-        for switch, difference, rank in self.find_differing([make_micro_batch(self.setup, batch)], num_passes):
+        for switch, difference, rank in self.iterate_differing_kernels(
+            [make_micro_batch(self.setup, batch)], num_passes
+        ):
             disable_for_run(self.recovery, switch)
             differing.append((switch.name, difference, rank))
         if differing:
-            self._handle_differences(step, differing, time.perf_counter() - began)
+            self._disable_wrong_kernels(step, differing, time.perf_counter() - began)
         self._take_snapshot(step)
 
     def _choose_blocks(self, step: int) -> int:
@@ -189,46 +202,48 @@ class ParityWatch:
             return names
         return [name for name in names if any(_contains_module(name, module) for module in replaced_modules)]
 
-    def find_differing(
+    def iterate_differing_kernels(
         self, micro_batches: Sequence[MicroBatch], num_passes: int
-    ) -> Iterator[tuple[Fallback, Difference, int]]:
+    ) -> Iterator[tuple[Fallback, KernelDifference, int]]:
         """Yield (switch, difference, rank) for each kernel that differs on any rank. Collective.
 
         Switch it off before requesting the next. `num_passes` is the minimum number of block passes that test whether
         a kernel repeats itself.
         """
-        self.coverage = Coverage()
+        self.coverage = ComparisonCoverage()
         self.selected_blocks = self.blocks if self.selected_blocks is None else self.selected_blocks
         ranks: dict[str, int] = {}
 
-        def compare(fallback: Fallback, other_fallbacks: Sequence[Fallback]) -> Difference | None:
+        def compare_on_micro_batches(
+            fallback: Fallback, other_fallbacks: Sequence[Fallback]
+        ) -> KernelDifference | None:
             for index, micro_batch in enumerate(micro_batches):
                 # The first batch tests whether a kernel repeats itself. A kernel with occasional errors needs more
                 # passes when tested by itself, to be caught as it was among all.
                 passes = 0 if index else 4 * MIN_PASSES if fallback.parent else num_passes
                 difference = self._compare_kernel(micro_batch, fallback, other_fallbacks, passes)
                 # A kernel may be wrong on a single GPU: all ranks must switch it off together.
-                by_rank: list[Difference | None] = gather_object([difference])
+                by_rank: list[KernelDifference | None] = gather_object([difference])
                 first_found = next(((r, d) for r, d in enumerate(by_rank) if d is not None), None)
                 if first_found is not None:
                     ranks[fallback.name] = first_found[0]
                     return first_found[1]
             return None
 
-        for switch, difference in iter_differences(self.fallbacks, compare):
+        for switch, difference in iter_differences(self.fallbacks, compare_on_micro_batches):
             yield switch, difference, ranks[switch.name]
-        by_rank: list[Coverage] = gather_object([self.coverage])
+        by_rank: list[ComparisonCoverage] = gather_object([self.coverage])
         # A block counts as compared only if every rank did: each GPU runs its own copy of the kernel.
         compared = set.intersection(*(coverage.compared for coverage in by_rank))
         missed = {name: reason for coverage in by_rank for name, reason in coverage.skipped.items()}
         modules = [module for _, module in self.replaced_ops]
         # A missed block matters only if a replaced op is inside it.
         relevant = {n for n in missed if not modules or any(_contains_module(n, module) for module in modules)}
-        self.coverage = Coverage(compared, {n: missed[n] for n in relevant - compared})
+        self.coverage = ComparisonCoverage(compared, {n: missed[n] for n in relevant - compared})
 
     def _compare_kernel(
         self, micro_batch: MicroBatch, fallback: Fallback, other_fallbacks: Sequence[Fallback], num_passes: int
-    ) -> Difference | None:
+    ) -> KernelDifference | None:
         model = self.setup.transformer
         in_blocks = fallback.name != COMPILE and (fallback.cause == "kernel" or fallback.parent)
         if fallback.name == COMPILE and self.setup.recipe.train.batch_size == 1:
@@ -256,7 +271,7 @@ class ParityWatch:
         fusion = get_fusion(self.setup.transformer)
         return fusion.patched_modules if fusion is not None else []
 
-    def find_uncompared(self) -> list[tuple[Fallback, str]]:
+    def find_uncompared_kernels(self) -> list[tuple[Fallback, str]]:
         """The active kernels that no comparison reached, each with a reason."""
         compared, missed = self.coverage.compared, self.coverage.skipped
         reason = next(iter(missed.values()), "no sample's forward pass reached it")
@@ -281,9 +296,9 @@ class ParityWatch:
     def _take_snapshot(self, step: int) -> None:
         self.recovery.state.passed = step
         if self._good_state is not None:
-            self._good_state.take(step)
+            self._good_state.take_snapshot(step)
 
-    def _handle_differences(self, step: int, wrong_kernels: list[Any], seconds: float) -> None:
+    def _disable_wrong_kernels(self, step: int, wrong_kernels: list[Any], seconds: float) -> None:
         recovery, actions = self.recovery, self.setup.recipe.guard.on_nonfinite
         # A rollback needs a state to return to, and a fallback must be allowed at all; else the run stops.
         target = self._good_state.find_finite_step() if self._good_state and "rollback" in actions else None
@@ -311,7 +326,7 @@ class ParityWatch:
         # Without the kernel, more is kept for backward.
         choose_checkpointing(self.setup)
         if self._good_state is not None and target is not None:
-            self._good_state.restore(target)
+            self._good_state.restore_snapshot(target)
             raise RolledBackError(target)
 
 

@@ -13,7 +13,7 @@ from dit_lora.training.journal import LOSS_PART_KEYS, Journal
 
 
 @dataclass
-class StepWatcher:
+class StepMonitor:
     """Monitors each step of training without changing it; disabled parts are None."""
 
     snapshots: Snapshots
@@ -21,7 +21,7 @@ class StepWatcher:
     spikes: SpikeDetector | None = None
     adaptive_clip: bool = False
 
-    def watch_forward(self, step: int) -> Any:
+    def record_forward_outputs(self, step: int) -> Any:
         """Context around a step's forward and backward passes that records module outputs if the step is due."""
         monitor = self._get_due_monitor(step)
         return monitor.record_outputs() if monitor else nullcontext()
@@ -30,7 +30,7 @@ class StepWatcher:
         """True in steps with module statistics, which are read from the device in addition to the metrics."""
         return self._get_due_monitor(step) is not None
 
-    def collect_gradients(self, step: int) -> None:
+    def collect_gradient_statistics(self, step: int) -> None:
         """Collect gradient statistics, after backward and before clipping."""
         if monitor := self._get_due_monitor(step):
             monitor.record_gradient_norms()
@@ -50,40 +50,40 @@ class StepWatcher:
         if self.spikes is None or not self.adaptive_clip:
             return None
         # From earlier steps only, so that it is known before this one and equal on all ranks.
-        return self.spikes.get_limit(f"grad_norm {group}")
+        return self.spikes.get_spike_limit(f"grad_norm {group}")
 
     def collect_statistics(self, step: int) -> dict[str, dict[str, float]] | None:
         """Statistics of every module, in the steps that have them; else None."""
         monitor = self._get_due_monitor(step)
-        return monitor.collect() if monitor else None
+        return monitor.collect_module_statistics() if monitor else None
 
     def find_hidden_infinities(self, step: int) -> list[str]:
         """Modules whose output overflowed its dtype although the loss is finite."""
         monitor = self._get_due_monitor(step)
         return monitor.find_hidden_infinities() if monitor else []
 
-    def observe(self, line: Mapping[str, Any]) -> list[Spike]:
+    def find_metric_spikes(self, line: Mapping[str, Any]) -> list[Spike]:
         """Spikes in the values of a line of metrics.jsonl. A resumed run observes the earlier lines first."""
         if self.spikes is None:
             return []
         # Only values that are equal on every rank: medians and clips must not differ.
         series = {f"loss {part}": loss for name in LOSS_PART_KEYS for part, loss in line.get(name, {}).items()}
         series |= {f"grad_norm {name}": norm for name, norm in line["grad_norm_groups"].items()}
-        spikes = [self.spikes.observe(name, value) for name, value in series.items()]
+        spikes = [self.spikes.add_value_and_detect(name, value) for name, value in series.items()]
         return [spike for spike in spikes if spike is not None]
 
     def replace_history(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Replace the spike detector's history with these lines of metrics.jsonl."""
         if self.spikes is not None:
-            self.spikes.reset()
+            self.spikes.clear_all_series()
         for line in lines:
-            self.observe(line)
+            self.find_metric_spikes(line)
 
     def _get_due_monitor(self, step: int) -> Monitor | None:
         return self.monitor if self.monitor is not None and self.monitor.is_due(step) else None
 
 
-def share_spike_history(watcher: StepWatcher, journal: Journal | None) -> None:
+def share_spike_history(watcher: StepMonitor, journal: Journal | None) -> None:
     """Give every rank's spike detector the history in metrics.jsonl, which only the main process has. Collective."""
     if watcher.spikes is None:
         return

@@ -11,7 +11,7 @@ from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.ranks import broadcast_object, gather_object
 from dit_lora.training.recovery.diagnosis_context import make_replayable
 from dit_lora.training.recovery.run_recovery import RunRecovery
-from dit_lora.training.replayable_batch import BatchPosition, reseed
+from dit_lora.training.replayable_batch import BatchPosition, replace_sample_seeds
 from dit_lora.training.task import AnySetup
 
 MIN_SAMPLES = 2
@@ -31,7 +31,7 @@ def ensure_min_samples(batch: Batch, candidates: Sequence[Batch] = ()) -> Batch:
         and {name: tensor.shape[1:] for name, tensor in candidate.tensors.items()} == shapes
     ]
     # The same sample with another random seed has other noise and another timestep.
-    return collate([batch, *fitting[:1], reseed(batch, 0)][:MIN_SAMPLES])
+    return collate([batch, *fitting[:1], replace_sample_seeds(batch, 0)][:MIN_SAMPLES])
 
 
 def make_micro_batch(setup: AnySetup, batch: Batch) -> MicroBatch:

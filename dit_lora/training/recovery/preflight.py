@@ -36,7 +36,7 @@ from dit_lora.numerics.ranks import broadcast_object, gather_object, is_true_on_
 from dit_lora.numerics.saturation import has_fp16_saturation
 from dit_lora.training.check_cache import REMEASURE, REUSED, get_preflight_cache_path
 from dit_lora.training.choose_checkpointing import choose_checkpointing
-from dit_lora.training.recovery.kernel_parity import ParityWatch
+from dit_lora.training.recovery.kernel_parity import PeriodicKernelComparison
 from dit_lora.training.recovery.parity_batches import (
     build_micro_batches,
     disable_for_run,
@@ -44,7 +44,7 @@ from dit_lora.training.recovery.parity_batches import (
     read_good_samples,
     select_usable_entries,
 )
-from dit_lora.training.recovery.parity_cache import ParityCache
+from dit_lora.training.recovery.parity_cache import KernelComparisonCache
 from dit_lora.training.recovery.run_recovery import RunRecovery
 from dit_lora.training.session.session import raise_on_all_ranks
 from dit_lora.training.task import AnySetup
@@ -53,12 +53,12 @@ from dit_lora.training.task import AnySetup
 _NUM_CANDIDATE_BATCHES = 3  # micro-batches
 
 
-def preflight(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch) -> list[Event]:
+def preflight(setup: AnySetup, recovery: RunRecovery, parity_watch: PeriodicKernelComparison) -> list[Event]:
     """Check a run before its first step; returns events for everything it switched off. Collective.
 
     Raises `DitLoraError` on every rank, listing all problems, if the run would end in NaN or train nothing.
     """
-    timing = setup.session.phases.timing
+    timing = setup.session.phases.time_phase
     with timing("weights"):
         findings = [*check_trainables(setup.transformer), *check_base_weights(setup.transformer)]
         token_problems = setup.data.training_set.find_token_problems(setup.transformer)
@@ -126,17 +126,17 @@ class _ForwardRecorder:
         with self._monitor.record_outputs(), record_attention_calls() as self.attention_calls:
             yield
 
-    def take_peak(self) -> float:
+    def pop_max_output_magnitude(self) -> float:
         """Largest magnitude of any module's output in a recorded forward pass.
 
         Callable once, because it clears the statistics.
         """
-        statistics = self._monitor.collect().values()
+        statistics = self._monitor.collect_module_statistics().values()
         return max(values["abs_max"] for values in statistics if "abs_max" in values)
 
 
 def _find_healthy_batch(
-    setup: AnySetup, quarantine: Quarantine, parity_watch: ParityWatch
+    setup: AnySetup, quarantine: Quarantine, parity_watch: PeriodicKernelComparison
 ) -> tuple[MicroBatch | None, list[CheckFinding], _ForwardRecorder]:
     """Find the first healthy micro-batch, and the findings of its passes.
 
@@ -212,7 +212,7 @@ def _check_with_cache(setup: AnySetup, micro_batch: MicroBatch, recorder: _Forwa
     """Preflight findings that depend only on versions, device, model files, shapes and dtype; cached in a file."""
     path, facts = get_preflight_cache_path(setup), _build_cache_key(setup, micro_batch)
     trusted = setup.recipe.guard.preflight != REMEASURE
-    findings = check_with_cache(path, facts, lambda: _check_outputs(setup, recorder), use_cache=trusted)
+    findings = check_with_cache(path, facts, lambda: _check_precision_and_backends(setup, recorder), use_cache=trusted)
     return _merge_findings(setup, findings)
 
 
@@ -230,11 +230,11 @@ def _build_cache_key(setup: AnySetup, micro_batch: MicroBatch) -> Mapping[str, A
     }
 
 
-def _check_outputs(setup: AnySetup, recorder: _ForwardRecorder) -> list[CheckFinding]:
+def _check_precision_and_backends(setup: AnySetup, recorder: _ForwardRecorder) -> list[CheckFinding]:
     precision = check_stored_precision(
         read_stored_dtype(setup.task.build_reference_model(setup.checkpoint).list_weight_files()),
         setup.dtype,
-        recorder.take_peak(),
+        recorder.pop_max_output_magnitude(),
         saturates=has_fp16_saturation(setup.transformer),
     )
     backends, _ = check_attention_backends(recorder.attention_calls, setup.session.accelerator.device)
@@ -256,7 +256,7 @@ def _switch_off_backends(recovery: RunRecovery, backends: list[str]) -> list[Eve
     return events
 
 
-def _check_kernels(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch) -> list[Event]:
+def _check_kernels(setup: AnySetup, recovery: RunRecovery, parity_watch: PeriodicKernelComparison) -> list[Event]:
     """Switch off on all ranks the kernels that differ from the unpatched model, or between runs, on any rank.
 
     Raises on every rank if the recipe requires one that differs. Kernels that no comparison reaches are switched off
@@ -264,7 +264,7 @@ def _check_kernels(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityW
     """
     batches = build_micro_batches(setup, recovery.quarantine)
     num_passes = parity_watch.choose_preflight_passes()
-    memory = ParityCache(setup, recovery, parity_watch, batches, num_passes)
+    memory = KernelComparisonCache(setup, recovery, parity_watch, batches, num_passes)
     if memory.has_passed_before:
         setup.session.phases.reductions["kernels at the start"] = REUSED
         return []
@@ -275,14 +275,16 @@ def _check_kernels(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityW
     parity_watch.selected_blocks = parity_watch.select_block_per_kind()
     events = _compare_kernels(setup, recovery, parity_watch, batches, num_passes)
     # Only a comparison that covered everything and found nothing may be skipped at the next start.
-    memory.store(is_sound=bool(parity_watch.fallbacks) and not events and not parity_watch.coverage.skipped)
+    memory.store_comparison_result(
+        is_sound=bool(parity_watch.fallbacks) and not events and not parity_watch.coverage.skipped
+    )
     return events
 
 
 def _compare_kernels(
     setup: AnySetup,
     recovery: RunRecovery,
-    parity_watch: ParityWatch,
+    parity_watch: PeriodicKernelComparison,
     batches: Sequence[MicroBatch],
     num_passes: int,
 ) -> list[Event]:
@@ -292,7 +294,7 @@ def _compare_kernels(
     """
     start, events = parity_watch.start_step, list[Event]()
     # A generator: each kernel is off before the next is compared, or two wrong ones would hide each other.
-    for switch, difference, rank in parity_watch.find_differing(batches, num_passes):
+    for switch, difference, rank in parity_watch.iterate_differing_kernels(batches, num_passes):
         # A kernel that the recipe requires by name is not switched off silently: the run is refused.
         refused = DitLoraError(format_required_error(switch, difference.message)) if switch.required else None
         raise_on_all_ranks(setup.session.accelerator, refused)
@@ -300,7 +302,7 @@ def _compare_kernels(
         message = f"{difference.message}; switched off for this run{parity_watch.describe_affected_steps(start)}"
         module = difference.module
         events.append(make_kernel_event(start, "preflight", message, switch.name, module=module, rank=rank))
-    for switch, cause_text in parity_watch.find_uncompared():
+    for switch, cause_text in parity_watch.find_uncompared_kernels():
         state, action = "it stays on, because the recipe requires it by name", "report"
         if not switch.required:
             disable_for_run(recovery, switch)

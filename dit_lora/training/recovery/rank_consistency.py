@@ -26,7 +26,7 @@ _OUTLIER_FACTOR = 2.0
 """A rank stands out if one of its tensors is this many times as far from the snapshot as on any other rank."""
 
 
-def require_agreement(run: Run, step: int) -> None:
+def require_ranks_agree(run: Run, step: int) -> None:
     """Raise `BadStateError` on all ranks if replicated state differs, or an average is out of bounds. Collective."""
     _require_ranks_agree(run, step)
     _require_sound_averages(run, step)
@@ -45,7 +45,7 @@ def _require_ranks_agree(run: Run, step: int) -> None:
     averages = run.ema.named_averages() if run.ema else {}
     state = run.engine.replicated_state() | {n: t for n, t in averages.items() if not isinstance(t, DTensor)}
     snapshots = run.recovery.snapshots
-    snapshot = snapshots.read(snapshots.steps[-1]) if snapshots.steps else {}
+    snapshot = snapshots.read_snapshot(snapshots.steps[-1]) if snapshots.steps else {}
     diagnosis = diagnose_differing_rank(accelerator, state, snapshot, step)
     if diagnosis is not None:
         raise BadStateError(f"step {step}: {diagnosis.message}", "ranks_differ", diagnosis)
@@ -139,7 +139,7 @@ def record_sound_averages(run: Run) -> None:
     """Widen the bounds on the moving averages by the run's state at its start, which is taken as sound."""
     if run.ema is not None:
         weights = get_trainable_parameters(run.transformer)
-        run.ema.bounds.widen(weights, _strip_ema_prefix(run.ema.named_averages()))
+        run.ema.bounds.widen_magnitude_bounds(weights, _strip_ema_prefix(run.ema.named_averages()))
 
 
 def _require_sound_averages(run: Run, step: int) -> None:
@@ -150,13 +150,13 @@ def _require_sound_averages(run: Run, step: int) -> None:
     if run.ema is None:
         return
     weights, averages = get_trainable_parameters(run.transformer), _strip_ema_prefix(run.ema.named_averages())
-    exceeding = run.ema.bounds.find_exceeding(weights, averages)
+    exceeding = run.ema.bounds.find_averages_out_of_bounds(weights, averages)
     rank, host = run.accelerator.process_index, socket.gethostname()
     # Only ranks with a bad average report; the first of them is named.
     reports: list[Any] = gather_object([(rank, host, exceeding)] if exceeding else [])
     if not reports:
         # Only after all ranks agree that they are sound: a bad value would widen its own bound.
-        run.ema.bounds.widen(weights, averages)
+        run.ema.bounds.widen_magnitude_bounds(weights, averages)
         return
     rank, host, exceeding = reports[0]
     name, (peak, bound) = next(iter(exceeding.items()))

@@ -1,7 +1,7 @@
 """Recovery of a run: `RunRecovery` diagnoses a failed step on every rank, acts on the cause, and continues or stops.
 
-`RecoveryHandler.resolve` (guard/recovery.py) calls its methods in order. The quarantine, events, bundles, checkpoints
-and logs of the run's folder are changed through `RecoveryFiles`.
+`RecoveryHandler.diagnose_and_recover` (guard/recovery.py) calls its methods in order. The quarantine, events, bundles, checkpoints
+and logs of the run's folder are changed through `RecoveryFileUpdater`.
 """
 
 import sys
@@ -14,11 +14,11 @@ import torch
 from accelerate import PartialState
 from tqdm import tqdm
 
-from dit_lora.data.loading.order import Occurrence, Order
+from dit_lora.data.loading.order import SampleOccurrence, SampleOrder
 from dit_lora.data.loading.quarantine import Quarantine, QuarantineRecord
 from dit_lora.data.sources.scan import find_class_names_in_data
 from dit_lora.environment.versions import probe_environment
-from dit_lora.errors import DitLoraError, format_kind, format_list
+from dit_lora.errors import DitLoraError, format_event_kind, format_list
 from dit_lora.guard.diagnose import diagnose
 from dit_lora.guard.diagnosis import Diagnosis, DiagnosisContext, Event, make_event
 from dit_lora.guard.fallbacks import Fallback, find_fallback
@@ -34,18 +34,18 @@ from dit_lora.guard.recovery import (
     format_diagnosis_lines,
 )
 from dit_lora.guard.replay import MicroBatch
-from dit_lora.guard.repro_bundle import write_bundle
+from dit_lora.guard.repro_bundle import write_replay_bundle
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.state_checks import diagnose_diverged_weights, find_bad_state
 from dit_lora.numerics.precision import DTYPES
 from dit_lora.numerics.ranks import broadcast_object, gather_object
 from dit_lora.terminal import make_printable
-from dit_lora.training.checkpoint_state import Checkpoints
+from dit_lora.training.checkpoint_state import CheckpointManager
 from dit_lora.training.checkpoints.files import checkpoint_path, list_checkpoints, remove_checkpoints_after
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.journal import Journal
 from dit_lora.training.recovery.cross_rank_replay import replay_on_other_ranks
-from dit_lora.training.recovery.monitoring import StepWatcher, share_spike_history
+from dit_lora.training.recovery.monitoring import StepMonitor, share_spike_history
 
 _MEASUREMENTS = ("replays", "control", "control_with_the_same_draws", "losses")
 """Evidence of a diagnosis that is written to the quarantine file."""
@@ -93,7 +93,7 @@ class GuardState:
 
 
 @dataclass(frozen=True)
-class GuardStart:
+class InitialGuardState:
     """State of the guard when the process starts, restored from a checkpoint or new."""
 
     state: GuardState
@@ -113,10 +113,10 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
     policy: Policy
     state: GuardState
     quarantine: Quarantine
-    order: Order
+    order: SampleOrder
     snapshots: Snapshots
     samples_per_step: int
-    files: "RecoveryFiles"
+    files: "RecoveryFileUpdater"
 
     @property
     def lr_scale(self) -> float:
@@ -139,7 +139,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         Raises:
             NonFiniteError: On all ranks, if no action applies.
         """
-        action = self.resolve(failure)
+        action = self.diagnose_and_recover(failure)
         assert action.restored_step is not None  # a run's action always has a target
         return action.restored_step
 
@@ -161,9 +161,9 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
 
     def choose_action(self, failure: RunFailure, diagnoses: Sequence[Diagnosis]) -> Action:
         skipped = [record.sample_id for record in self.quarantine.records]
-        return self.policy.choose(failure.step, diagnoses, skipped)
+        return self.policy.choose_and_count_action(failure.step, diagnoses, skipped)
 
-    def write_bundle(self, source: MicroBatch, event: Event) -> str | None:
+    def write_replay_bundle(self, source: MicroBatch, event: Event) -> str | None:
         return self.files.write_bundle(source, event)
 
     def write_event(self, event: Event) -> None:
@@ -240,10 +240,10 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         diagnosis = Diagnosis("unknown", message, failure.step, rank, micro_batch.micro_step, sample_ids=ids)
         event = make_event(failure.step, failure.kind, diagnosis, "stop", 0.0)
         self.files.write_event(event)
-        summary = f"step {failure.step}: {format_kind(failure.kind)}; nothing was saved at this step"
+        summary = f"step {failure.step}: {format_event_kind(failure.kind)}; nothing was saved at this step"
         return NonFiniteError(format_list(summary, format_diagnosis_lines([diagnosis])), event.to_record())
 
-    def replace_impossible(self, failure: RunFailure, action: Action, diagnoses: Sequence[Diagnosis]) -> Action:
+    def replace_impossible_action(self, failure: RunFailure, action: Action, diagnoses: Sequence[Diagnosis]) -> Action:
         """The recovery action, or `stop` if it is impossible.
 
         A rollback needs a finite snapshot, and the run needs a sample.
@@ -253,16 +253,16 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
             quarantined = {r.sample_id for r in self.quarantine.records if r.to_epoch is None}
             if not set(self.order.ids) - quarantined - set(action.samples):
                 return Action("stop", reason="no sample is left: all others are quarantined")
-        if action.kind == "rollback" and not self._keep_finite_snapshots():
+        if action.kind == "rollback" and not self._drop_nonfinite_snapshots():
             return Action("stop", reason="no finite snapshot is left")
         return action
 
-    def _keep_finite_snapshots(self) -> list[int]:
+    def _drop_nonfinite_snapshots(self) -> list[int]:
         """Steps of the snapshots that are finite on all ranks, ascending; drops the others. Collective."""
         # Bad on any rank counts: all ranks must restore the same step.
         for step in reversed(self.snapshots.steps):
             if gather_object(self.snapshots.find_nonfinite(step)):
-                self.snapshots.drop(step)
+                self.snapshots.drop_snapshot(step)
         return self.snapshots.steps
 
     def apply_action(self, failure: RunFailure, diagnoses: Sequence[Diagnosis], action: Action) -> Action:
@@ -273,7 +273,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
                 action, description="the step is left out, because no sample is the cause", restored_step=failure.step
             )
         if action.kind in ("skip", "quarantine"):
-            notes = self._leave_out_samples(action, failure.step, diagnoses)
+            notes = self._quarantine_samples(action, failure.step, diagnoses)
             single, several = _LEFT_OUT_TEXTS[action.kind]
             text = single if len(action.samples) == 1 else several.format(len(action.samples))
             return replace(action, description=text, notes=notes, restored_step=before)
@@ -286,14 +286,14 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
             notes = [f"{name} stays off for this run" for name in action.fallbacks]
             return replace(action, description=text, notes=notes, restored_step=before)
         if action.kind == "rollback":
-            target, notes = self._roll_back(action)
+            target, notes = self._roll_back_to_snapshot(action)
             num_repeated = before - target
             repeated_text = f": {num_repeated} healthy step(s) are repeated" if num_repeated else ""
             description = f"{text} to step {target}{repeated_text}"
             return replace(action, description=description, notes=notes, restored_step=target)
         return replace(action, description=text, restored_step=before)
 
-    def _roll_back(self, action: Action) -> tuple[int, list[str]]:
+    def _roll_back_to_snapshot(self, action: Action) -> tuple[int, list[str]]:
         """Roll the run back to a snapshot, with lower learning rates if the action says so.
 
         Returns the snapshot's step and messages.
@@ -302,18 +302,18 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         # With a lower rate, the oldest: newer ones may already be drifting towards this failure.
         target = steps[0] if action.should_lower_lr else steps[-1]
         # AdamW's state may be younger than the snapshot: state without a stored value is reset.
-        self.engine.drop_optimizer_state(self.snapshots.restore(target))
+        self.engine.drop_optimizer_state(self.snapshots.restore_snapshot(target))
         if action.should_lower_lr:
             # In addition to earlier rollbacks; the schedule depends only on the step and ignores them.
             self.state.lr_scale *= self.policy.config.rollback_lr
             notes.append(f"learning rates are now {self.state.lr_scale:g} times the recipe's")
-        self.files.rewind(target, is_new_trajectory=action.should_lower_lr)
+        self.files.rewind_logs_and_checkpoints(target, is_new_trajectory=action.should_lower_lr)
         return target, notes
 
-    def _leave_out_samples(self, action: Action, step: int, diagnoses: Sequence[Diagnosis]) -> list[str]:
+    def _quarantine_samples(self, action: Action, step: int, diagnoses: Sequence[Diagnosis]) -> list[str]:
         # Left out from its use in this step on: earlier epochs did train on it, and their order stays.
         first_position = (step - 1) * self.samples_per_step
-        first_uses: dict[str, Occurrence] = {}
+        first_uses: dict[str, SampleOccurrence] = {}
         for position in range(first_position, first_position + self.samples_per_step):
             draw = self.order.get_occurrence(position)
             first_uses.setdefault(self.order.ids[draw.sample_index], draw)
@@ -353,14 +353,14 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         samples = [sample for diagnosis in diagnoses for sample in diagnosis.sample_ids]
         notes = [*action.notes, *self.files.mark_bad_entries(samples)]
         # May restore a snapshot; what is saved below is that state.
-        good = self._restore_last_good(failure, diagnoses)
+        good = self._restore_last_good_snapshot(failure, diagnoses)
         state = "do not use the weights" if good is None else f"the weights are those of step {good}"
-        kind, advice = format_kind(failure.kind), _advise_after_stop(diagnoses)
+        kind, advice = format_event_kind(failure.kind), _advise_after_stop(diagnoses)
         try:
             if good is None:
                 notes.append(f"nothing was saved at this step: {advice}")
             elif good > 0:  # a run starts from step 0 anyway
-                self.files.save(good, self.state_dict())
+                self.files.save_run_checkpoint(good, self.state_dict())
                 lost_steps = failure.step - 1 - good
                 after = f", without the {lost_steps} after it" if lost_steps else ""
                 notes.append(f"step {good} is saved in {checkpoint_path(Path(), good)}{after}: {advice}")
@@ -370,7 +370,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         message = format_list(summary, self.format_diagnoses(diagnoses))
         return NonFiniteError("\n".join([message, f"stopped: {action.reason}", *notes]), event.to_record())
 
-    def _restore_last_good(self, failure: RunFailure, diagnoses: Sequence[Diagnosis]) -> int | None:
+    def _restore_last_good_snapshot(self, failure: RunFailure, diagnoses: Sequence[Diagnosis]) -> int | None:
         """Find the last step whose state is good, restoring a snapshot if necessary; None if nothing should be saved.
 
         Nothing should be saved if a checkpoint has that state already, or if it is unknown when the state became bad.
@@ -383,18 +383,22 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         # Frozen weights are checked only before a save: the first wrong step is unknown.
         if frozen:
             return None
-        steps = self._keep_finite_snapshots()
+        steps = self._drop_nonfinite_snapshots()
         if not steps or steps[-1] <= self.files.find_newest_saved_step():
             return None
-        self.engine.drop_optimizer_state(self.snapshots.restore(steps[-1]))
+        self.engine.drop_optimizer_state(self.snapshots.restore_snapshot(steps[-1]))
         return steps[-1]
 
 
-class RecoveryFiles:
+class RecoveryFileUpdater:
     """Changes a run's files for recovery. Called on every rank; only the main process writes, except for bundles."""
 
     def __init__(
-        self, checkpoints: Checkpoints, journal: Journal | None, watcher: StepWatcher, guard_start: GuardStart
+        self,
+        checkpoints: CheckpointManager,
+        journal: Journal | None,
+        watcher: StepMonitor,
+        guard_start: InitialGuardState,
     ) -> None:
         self.setup = checkpoints.setup
         self.checkpoints = checkpoints
@@ -408,16 +412,16 @@ class RecoveryFiles:
         if self.journal is not None:
             self.journal.write_event(event)
 
-    def rewind(self, step: int, *, is_new_trajectory: bool) -> None:
+    def rewind_logs_and_checkpoints(self, step: int, *, is_new_trajectory: bool) -> None:
         """Drop the log lines of steps after `step`; with `is_new_trajectory`, also the checkpoints of these steps."""
         if self.journal is not None:
             self.checkpoints.writer.wait()  # a checkpoint under way may be one to remove
             with self.checkpoints.writer.record_os_errors():
-                self.journal.rewind(step)
+                self.journal.remove_lines_after(step)
                 if is_new_trajectory:
                     remove_checkpoints_after(self.setup.session.dir, step)
             # The losses of later steps are dropped from the log, so other checkpoints may be the best now.
-            self.checkpoints.update_best(step)
+            self.checkpoints.update_best_checkpoint(step)
         # Collective, so not inside the condition: every rank's medians are rolled back with the run.
         share_spike_history(self.watcher, self.journal)
 
@@ -432,9 +436,9 @@ class RecoveryFiles:
         train = self.setup.recipe.train
         # A skipped step has no result, so the code that saves after a step does not run for it.
         if step % train.save_every == 0 or step == train.steps:
-            self.save(step, guard_state)
+            self.save_run_checkpoint(step, guard_state)
 
-    def save(self, step: int, guard_state: Mapping[str, Any]) -> None:
+    def save_run_checkpoint(self, step: int, guard_state: Mapping[str, Any]) -> None:
         """Checkpoint the present weights with the guard's record; raises if they are not finite."""
         self.checkpoints.save(step, guard_state, wait=True)
 
@@ -453,14 +457,14 @@ class RecoveryFiles:
             step = max(list_checkpoints(self.setup.session.dir), default=0)
         return broadcast_object(step)
 
-    def write_bundle(self, micro_batch: MicroBatch, event: Event) -> str | None:
+    def write_replay_bundle(self, micro_batch: MicroBatch, event: Event) -> str | None:
         """Write a bundle, the inputs of `dit-lora replay`, on the rank that ran the micro-batch.
 
         Each process writes until its bundles and those that the run's folder had at the start number `guard.bundles`.
 
         Returns the bundle's path relative to the run's folder, or None. Collective if weights are sharded.
         """
-        if not self._count_bundle():
+        if not self._reserve_bundle_slot():
             return None
         setup = self.setup
         # Before any rank returns: all of them gather sharded weights.
@@ -478,9 +482,9 @@ class RecoveryFiles:
     ) -> str | None:
         """Write a bundle of a step with a wrong gradient: the micro-batches of all ranks, and the gradient.
 
-        Returns its path as `write_bundle` does, on the main process only. Collective; see `run_together`.
+        Returns its path as `write_replay_bundle` does, on the main process only. Collective; see `run_or_raise_on_all_ranks`.
         """
-        if not self._count_bundle():
+        if not self._reserve_bundle_slot():
             return None
 
         def describe_micro_batches() -> list[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
@@ -505,7 +509,7 @@ class RecoveryFiles:
         weights = self.setup.engine.trainable_state_dict()
         return self._write_bundle_folder(f"step_{event.step:06d}_gradient", metadata, samples, weights, gradients)
 
-    def _count_bundle(self) -> bool:
+    def _reserve_bundle_slot(self) -> bool:
         """True if another bundle may be written, which is counted; equal on ranks that call this together."""
         if self._num_bundles >= self.setup.recipe.guard.bundles:
             return False
@@ -527,7 +531,7 @@ class RecoveryFiles:
         folder = bundles / (f"{name}_again_{earlier}" if earlier else name)
         try:
             limit = self.setup.recipe.guard.bundle_mib
-            write_bundle(folder, metadata, samples, weights, gradients=gradients, limit_mib=limit)
+            write_replay_bundle(folder, metadata, samples, weights, gradients=gradients, limit_mib=limit)
         # A run is worth more than a bundle.
         except OSError as error:
             tqdm.write(make_printable(f"warning: cannot write {folder}: {error.strerror}"), file=sys.stderr)

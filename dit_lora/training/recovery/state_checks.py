@@ -39,7 +39,7 @@ def require_finite_everywhere(state: Mapping[str, torch.Tensor], step: int) -> N
         raise BadStateError(message, "non_finite_weights")
 
 
-def require_unaltered(diagnosis_context: DiagnosisContext, step: int, *, check_frozen: bool) -> None:
+def require_uncorrupted_state(diagnosis_context: DiagnosisContext, step: int, *, check_frozen: bool) -> None:
     """Raise `BadStateError` on every rank if any rank's memory altered values outside of a step. Collective.
 
     `check_frozen` also compares frozen weights and buffers, which reads all of them.

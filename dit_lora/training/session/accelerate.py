@@ -11,7 +11,7 @@ from types import FrameType
 
 import psutil
 
-from dit_lora.config.catalog import find_packaged_files, list_accelerate_configs
+from dit_lora.config.catalog import find_packaged_files_root, list_accelerate_configs
 from dit_lora.errors import DitLoraError
 
 
@@ -42,7 +42,7 @@ def launch_training(script_arguments: Sequence[str], config_file: Path | None = 
             lambda record: "had defaults used instead" not in record.getMessage()
         )
         options = choose_launch_options(torch.cuda.device_count(), config_file)
-        script = find_packaged_files() / "recipes" / "lora.py"
+        script = find_packaged_files_root() / "recipes" / "lora.py"
         launch = launch_command_parser().parse_args([*options, str(script), *script_arguments])
         # torchrun's own handlers kill the ranks 30 s after a signal, which a large checkpoint may need for saving.
         launch.signals_to_handle = "SIGHUP,SIGQUIT"

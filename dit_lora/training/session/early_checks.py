@@ -19,7 +19,7 @@ from dit_lora.training.session.run_lock import LOCK_FILE
 _RUN_FILES = ("config.yaml", "metrics.jsonl", "eval_loss.jsonl", "held_out.jsonl", LOCK_FILE)
 
 
-def require_paths(recipe: Recipe) -> None:
+def require_recipe_paths(recipe: Recipe) -> None:
     """Raise one `DitLoraError` for all local paths of a recipe that are missing, and for an unusable folder.
 
     Names on the Hub are not looked up. The run checks all paths again, with their contents.
@@ -40,7 +40,7 @@ def require_paths(recipe: Recipe) -> None:
         require_run_folder(folder)
         # Both experts have folders of their own, which are checked together when the run starts.
         if recipe.model.part != "both":
-            require_no_steps(recipe, folder)
+            require_no_saved_steps(recipe, folder)
     except DitLoraError as error:
         problems.append(str(error))
     if problems:
@@ -59,7 +59,7 @@ def require_run_folder(folder: Path) -> None:
         raise DitLoraError(f"run.dir {folder} is not empty and is not a run; choose another folder")
 
 
-def require_no_steps(recipe: Recipe, folder: Path) -> None:
+def require_no_saved_steps(recipe: Recipe, folder: Path) -> None:
     """Raise `DitLoraError` if a folder holds steps of a run that the recipe does not resume."""
     if recipe.train.resume != "none" or not (folder / "metrics.jsonl").exists():
         return

@@ -14,7 +14,7 @@ _ACCELERATE_VARIABLE = "ACCELERATE_DYNAMO_MODE"
 """A variable that `accelerate launch` always sets, and nothing else does."""
 
 
-def find_waiting_launcher(environment: Mapping[str, str]) -> int | None:
+def find_accelerate_launcher_pid(environment: Mapping[str, str]) -> int | None:
     """Process id of the `accelerate launch` that started this process.
 
     None if something else did: any other parent may end without ending the run.
@@ -22,7 +22,7 @@ def find_waiting_launcher(environment: Mapping[str, str]) -> int | None:
     return os.getppid() if _ACCELERATE_VARIABLE in environment else None
 
 
-def is_started_alone(environment: Mapping[str, str], num_gpus: int) -> bool:
+def is_single_process_launch(environment: Mapping[str, str], num_gpus: int) -> bool:
     """True if `accelerate launch` was asked for several processes but started one, on a machine with `num_gpus`.
 
     For several processes it sets their rendezvous address, but not their number (simple_launcher in
@@ -37,14 +37,14 @@ def is_started_alone(environment: Mapping[str, str], num_gpus: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Sharding:
+class FsdpSettings:
     """Settings of a launch on how weights are sharded over ranks (FSDP2)."""
 
     reshard_after_forward: bool = True
     """True if a block's weights are released between its forward and its backward pass."""
 
 
-def pop_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
+def pop_fsdp_settings(environment: MutableMapping[str, str]) -> FsdpSettings | None:
     """Read and remove the launch's FSDP settings from the environment; None without FSDP.
 
     Only `fsdp_version` and `reshard_after_forward` have an effect. Raises `DitLoraError` for unsupported settings.
@@ -62,7 +62,7 @@ def pop_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
         raise DitLoraError(format_list("the launch asks FSDP for something that is not supported", refused))
     # Resharding is the default.
     stays_whole = environment.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false"
-    return Sharding(reshard_after_forward=not stays_whole)
+    return FsdpSettings(reshard_after_forward=not stays_whole)
 
 
 def pop_zero_stage(environment: MutableMapping[str, str]) -> int | None:

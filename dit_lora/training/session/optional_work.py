@@ -18,7 +18,7 @@ RERAISED_ERRORS = (NonFiniteError, BadStateError, InterruptedRunError, torch.Acc
 
 
 @dataclass
-class _FailedWork:
+class _FailedOptionalWork:
     """A kind of optional work (such as samples) that failed during a run."""
 
     reason: str
@@ -27,7 +27,7 @@ class _FailedWork:
     """True after it ran out of memory: it is not tried again in this process."""
 
 
-class OptionalWork:
+class OptionalWorkRunner:
     """Runs the work of a run whose failure does not end it, and keeps what was left out.
 
     Args:
@@ -37,9 +37,11 @@ class OptionalWork:
 
     def __init__(self, gather: Callable[[Any], list[Any]], say: Callable[[str], None]) -> None:
         self._gather, self._say = gather, say
-        self._failed_work: dict[str, _FailedWork] = {}
+        self._failed_work: dict[str, _FailedOptionalWork] = {}
 
-    def attempt(self, name: str, step: int, work: Callable[[], T], *, is_collective: bool = False) -> T | None:
+    def run_optional_work(
+        self, name: str, step: int, work: Callable[[], T], *, is_collective: bool = False
+    ) -> T | None:
         """Run optional work; returns its result, or None on every rank if it fails on one of them. Collective.
 
         Args:
@@ -75,14 +77,14 @@ class OptionalWork:
         if not failures:
             return result
         reason, is_over = failures[0][0], any(reported[1] for reported in failures)
-        left_out = self._failed_work.setdefault(name, _FailedWork(reason))
+        left_out = self._failed_work.setdefault(name, _FailedOptionalWork(reason))
         left_out.steps.append(step)
         left_out.is_disabled |= is_over
         scope_text = "from here on" if is_over else "this time"
         self._say(f"warning: step {step}: {name} are skipped {scope_text}: {reason}; training continues")
         return None
 
-    def attempt_on_this_rank(self, name: str, step: int, work: Callable[[], object]) -> bool:
+    def run_optional_local_work(self, name: str, step: int, work: Callable[[], object]) -> bool:
         """Run optional work of this rank only, also in a background thread; False after an error, which is reported.
 
         Raises `OSError`: what the disk refuses ends a save, and the caller reports it.

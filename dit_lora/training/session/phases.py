@@ -41,7 +41,7 @@ Stage = Literal["before", "training", "after"]
 
 
 @dataclass
-class Phase:
+class TimedPhase:
     """One phase of a process, such as loading the model: its total time, and how often it ran."""
 
     name: str
@@ -53,14 +53,14 @@ class Phase:
 
 
 @dataclass
-class Phases:
+class PhaseTimer:
     """The phases that a process has been through, in order.
 
     `synchronize` ends each phase before the first step, to count GPU time in it. During training nothing waits.
     """
 
     synchronize: Callable[[], object] = lambda: None
-    entries: list[Phase] = field(default_factory=list)
+    entries: list[TimedPhase] = field(default_factory=list)
     stage: Stage = "before"
     seconds: dict[Stage, float] = field(default_factory=dict)
     """Wall time of the stages that have ended, including time in no named phase."""
@@ -76,7 +76,7 @@ class Phases:
     _first_step_start: tuple[float, float] = (0.0, 0.0)
 
     @classmethod
-    def from_process(cls, launcher: int | None = None) -> "Phases":
+    def from_process(cls, launcher: int | None = None) -> "PhaseTimer":
         """Phases that begin with the process or its launcher. The time until now is counted as imports."""
         age, cpu = get_process_age_s(os.getpid()), time.process_time()
         phases = cls(_stage_start=time.perf_counter() - age)
@@ -93,7 +93,7 @@ class Phases:
         path = "/".join([*self._open_names, name])
         phase = next((p for p in self.entries if (p.name, p.stage) == (path, self.stage)), None)
         if phase is None:
-            phase = Phase(path, self.stage)
+            phase = TimedPhase(path, self.stage)
             # In the order in which they first began.
             self.entries.append(phase)
         phase.seconds += seconds
@@ -101,7 +101,7 @@ class Phases:
         phase.count += 1
 
     @contextmanager
-    def timing(self, name: str) -> Iterator[None]:
+    def time_phase(self, name: str) -> Iterator[None]:
         """Time the body of the context as a phase, even if it ends with an error."""
         began, stage = (time.perf_counter(), time.process_time()), self.stage
         self._open_names.append(name)
@@ -115,7 +115,7 @@ class Phases:
             if stage == self.stage:
                 self.add_time(name, time.perf_counter() - began[0], time.process_time() - began[1])
 
-    def add_step(self, seconds: float) -> None:
+    def add_step_time(self, seconds: float) -> None:
         """Add the wall time of a step that was taken, without the phases inside of it."""
         self.step_seconds += seconds
         # The first step ends the stage `before`, and is a part of it.
@@ -132,20 +132,20 @@ class Phases:
             return False
         clock, cpu = self._first_step_start
         self.add_time(FIRST_STEP, time.perf_counter() - clock, time.process_time() - cpu)
-        self._end_stage("training")
+        self._enter_next_stage("training")
         return True
 
-    def end_steps(self) -> None:
+    def end_training_stage(self) -> None:
         """End the training stage of the time measurements, unless it has ended."""
         if self.stage != "after":
-            self._end_stage("after")
+            self._enter_next_stage("after")
 
-    def resume_steps(self) -> None:
+    def resume_training_stage(self) -> None:
         """Continue the training stage if a check after the last step rolled the run back."""
         if self.stage == "after":
-            self._end_stage("training")
+            self._enter_next_stage("training")
 
-    def _end_stage(self, next_stage: Stage) -> None:
+    def _enter_next_stage(self, next_stage: Stage) -> None:
         now = time.perf_counter()
         self.seconds[self.stage] = self.seconds.get(self.stage, 0.0) + now - self._stage_start
         self.stage, self._stage_start = next_stage, now
@@ -200,7 +200,7 @@ class Phases:
         running = time.perf_counter() - self._stage_start if stage == self.stage else 0.0
         return self.seconds.get(stage, 0.0) + running
 
-    def write(self, folder: Path) -> None:
+    def write_phase_times(self, folder: Path) -> None:
         """Write phases.json with this process's phases."""
         stages = {name: self._measure_stage_s(name) for name in (*self.seconds, self.stage)}
         record = {

@@ -26,7 +26,7 @@ import psutil
 
 from dit_lora.environment.operating_system import HAS_FILE_LOCKS, lock_file, read_proc, run_in_forked_children
 from dit_lora.errors import DitLoraError
-from dit_lora.files import open_inside, read_inside
+from dit_lora.files import open_file_inside_folder, read_file_inside_folder
 from dit_lora.parsing import parse_json
 
 LOCK_FILE = "run.lock"
@@ -38,7 +38,7 @@ _NO_FLOCK_ERRNOS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 
 
 @dataclass(frozen=True)
-class Holder:
+class LockHolder:
     """Identity of the process that a run's lock file names."""
 
     host: str
@@ -58,7 +58,7 @@ class Holder:
     """Number of times that Slurm has requeued the job."""
 
     @classmethod
-    def from_this_process(cls) -> "Holder":
+    def from_this_process(cls) -> "LockHolder":
         restarts = os.environ.get("SLURM_RESTART_COUNT", "")
         return cls(
             host=socket.gethostname(),
@@ -72,11 +72,11 @@ class Holder:
             restarts=int(restarts) if restarts.isdecimal() else 0,
         )
 
-    def shares_kernel(self, other_holder: "Holder") -> bool:
+    def runs_on_same_kernel(self, other_holder: "LockHolder") -> bool:
         """True if two processes run on one kernel, as containers of one machine do, whatever their host names."""
         return self.boot == other_holder.boot if self.boot else self.host == other_holder.host
 
-    def was_requeued_as(self, other_holder: "Holder") -> bool:
+    def was_requeued_as(self, other_holder: "LockHolder") -> bool:
         """True if `other_holder` is Slurm's restart of this job, which happens only after this process has ended."""
         return bool(self.job) and self.job == other_holder.job and self.restarts < other_holder.restarts
 
@@ -95,7 +95,7 @@ class RunLock:
         self._created_folders: list[Path] = []
         self._stop_event = threading.Event()
         self._takeover_error: DitLoraError | None = None
-        self._holder: Holder | None = None
+        self._holder: LockHolder | None = None
 
     def acquire(self) -> None:
         """Create the run's folder if necessary, and hold its lock. Waits only if the holder may be alive elsewhere.
@@ -150,9 +150,9 @@ class RunLock:
     def _real_path(self) -> str:
         return os.path.realpath(self.path)
 
-    def _lock_file(self) -> Holder:
+    def _lock_file(self) -> LockHolder:
         """Open and lock the run's lock file, once the process that it names is known to be dead."""
-        this_process = Holder.from_this_process()
+        this_process = LockHolder.from_this_process()
         for _ in range(_TRIES):
             # Without O_TRUNC: the file still names the last holder. Python keeps it out of child programs.
             self._file_descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -168,7 +168,7 @@ class RunLock:
                 continue
             # A host to which the filesystem does not forward locks can only read the file's text.
             holder = read_holder(self.path.parent)
-            if holder is not None and not self._has_ended(holder, this_process, is_granted=locked is True):
+            if holder is not None and not self._has_holder_ended(holder, this_process, is_granted=locked is True):
                 self._close_lock_file()
                 raise self._make_in_use_error(holder)
             # Another process may have replaced the file meanwhile.
@@ -177,10 +177,10 @@ class RunLock:
             self._close_lock_file()
         raise self._make_in_use_error(read_holder(self.path.parent))
 
-    def _has_ended(self, holder: Holder, this_process: Holder, *, is_granted: bool) -> bool:
+    def _has_holder_ended(self, holder: LockHolder, this_process: LockHolder, *, is_granted: bool) -> bool:
         """True if the process named in the lock file has ended. `is_granted`: the kernel granted the lock."""
         # On one machine the kernel's lock is proof; without it, look for the process itself.
-        if holder.shares_kernel(this_process):
+        if holder.runs_on_same_kernel(this_process):
             if is_granted:
                 return True
             # Process ids can be compared only within one namespace.
@@ -191,7 +191,7 @@ class RunLock:
             return True
         return not self._has_heartbeat(holder)
 
-    def _has_heartbeat(self, holder: Holder) -> bool:
+    def _has_heartbeat(self, holder: LockHolder) -> bool:
         """True if the run's lock shows a heartbeat; waits as long as one may take."""
         # The rest of `STALE` by the file server's clock, because hosts' clocks may differ.
         last_beat = self._read_mtime()
@@ -242,7 +242,7 @@ class RunLock:
         except FileNotFoundError:
             return False
 
-    def _make_in_use_error(self, holder: Holder | None) -> DitLoraError:
+    def _make_in_use_error(self, holder: LockHolder | None) -> DitLoraError:
         holder_text = f"{holder}" if holder else "another process"
         return DitLoraError(
             f"run.dir {self.path.parent} is in use by {holder_text}; wait for it, stop it, or choose another "
@@ -255,25 +255,25 @@ class RunLock:
         self._file_descriptor = -1
 
 
-def read_holder(folder: Path) -> Holder | None:
+def read_holder(folder: Path) -> LockHolder | None:
     """The process that a run's lock names; None without a lock, or if it is unreadable."""
     try:
-        record = parse_json(read_inside(folder, folder / LOCK_FILE))
-        return Holder(**{entry.name: record[entry.name] for entry in fields(Holder)})
+        record = parse_json(read_file_inside_folder(folder, folder / LOCK_FILE))
+        return LockHolder(**{entry.name: record[entry.name] for entry in fields(LockHolder)})
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def is_live(folder: Path) -> bool | None:
+def is_run_active(folder: Path) -> bool | None:
     """True if the process that a run's lock names is still training; None without a lock, or if it is unknown."""
     path, holder = folder / LOCK_FILE, read_holder(folder)
     if holder is None:
         return None
-    this_process = Holder.from_this_process()
+    this_process = LockHolder.from_this_process()
     try:
-        if time.time() - path.stat().st_mtime < STALE and not holder.shares_kernel(this_process):
+        if time.time() - path.stat().st_mtime < STALE and not holder.runs_on_same_kernel(this_process):
             return True
-        with open_inside(folder, path) as file:
+        with open_file_inside_folder(folder, path) as file:
             # A shared lock for an instant: closing the file releases it.
             locked = _try_lock(file.fileno(), is_shared=True)
     except OSError:
@@ -281,7 +281,7 @@ def is_live(folder: Path) -> bool | None:
     if locked is False:
         return True
     # On the same kernel a granted lock proves that the holder has ended; elsewhere it proves nothing.
-    return False if locked and holder.shares_kernel(this_process) else None
+    return False if locked and holder.runs_on_same_kernel(this_process) else None
 
 
 def _try_lock(handle: int, *, is_shared: bool = False) -> bool | None:
@@ -299,7 +299,7 @@ def _try_lock(handle: int, *, is_shared: bool = False) -> bool | None:
     return True
 
 
-def _is_running(holder: Holder) -> bool:
+def _is_running(holder: LockHolder) -> bool:
     """True if this host runs the named process, and not a later one with the same id."""
     try:
         # Start times are rounded, so allow for a second.

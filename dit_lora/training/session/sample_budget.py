@@ -7,7 +7,7 @@ _NUM_SHOWN = 5
 
 
 @dataclass
-class SampleBudget:
+class SamplingTimeBudget:
     """The time that steps and samples have taken in this process (`validation.max_sample_share`).
 
     It counts from the start of the process, and does not know the samples before and after training, which are always
@@ -30,13 +30,13 @@ class SampleBudget:
             return True
         return self.sample_s + self.last_cost_s <= self.max_share * self.step_s
 
-    def skip(self, step: int) -> None:
+    def record_step_without_samples(self, step: int) -> None:
         """Note that a step has no samples."""
         # A step is repeated after a rollback.
         if step not in self.skipped_steps:
             self.skipped_steps.append(step)
 
-    def add_samples(self, step: int, seconds: float, *, is_between: bool) -> None:
+    def add_sampling_time(self, step: int, seconds: float, *, is_between: bool) -> None:
         """Count the samples of a step; `is_between` if they are not the first or the last ones."""
         self.last_cost_s = seconds
         # Left out before: the last step of a run that ends early, or a step that is repeated.

@@ -26,25 +26,25 @@ from dit_lora.config.load import dump_recipe
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.storage import wait_for_storage
 from dit_lora.environment.progress_bar import hide_progress_bars
-from dit_lora.environment.versions import find_launch_problem, probe_environment, require_compatible
+from dit_lora.environment.versions import find_launch_problem, probe_environment, require_compatible_versions
 from dit_lora.errors import DitLoraError, format_list, make_write_error, print_error
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.files import write_atomically
-from dit_lora.guard.fallbacks import choose_cudnn
+from dit_lora.guard.fallbacks import enable_cudnn_unless_masked
 from dit_lora.numerics.precision import Precision, choose_precision
 from dit_lora.terminal import make_printable
 from dit_lora.training.session.determinism import use_deterministic_algorithms
-from dit_lora.training.session.early_checks import require_no_steps, require_run_folder
+from dit_lora.training.session.early_checks import require_no_saved_steps, require_run_folder
 from dit_lora.training.session.launch import (
-    Sharding,
-    find_waiting_launcher,
-    is_started_alone,
-    pop_sharding,
+    FsdpSettings,
+    find_accelerate_launcher_pid,
+    is_single_process_launch,
+    pop_fsdp_settings,
     pop_zero_stage,
     require_shardable,
 )
-from dit_lora.training.session.optional_work import OptionalWork, to_dit_lora_error
-from dit_lora.training.session.phases import Phases
+from dit_lora.training.session.optional_work import OptionalWorkRunner, to_dit_lora_error
+from dit_lora.training.session.phases import PhaseTimer
 from dit_lora.training.session.run_lock import RunLock
 from dit_lora.training.trackers.trackers import Trackers, find_login_problem, require_trackers
 
@@ -67,11 +67,11 @@ class Session:
     precision: Precision
     launcher: int | None = None
     """Process id of the `accelerate launch` that waits for this process; None without one."""
-    sharding: Sharding | None = None
+    sharding: FsdpSettings | None = None
     """How weights are sharded over ranks; None if each rank holds all of them."""
     zero_stage: int | None = None
     """DeepSpeed's ZeRO stage; None if the launch does not use it."""
-    phases: Phases = field(default_factory=Phases)
+    phases: PhaseTimer = field(default_factory=PhaseTimer)
     """The timed phases of this process."""
     shown_lines: set[str] = field(default_factory=set)
     """The lines that `say_once` has written in this process, in earlier runs too."""
@@ -92,9 +92,9 @@ class Session:
         return Trackers(self.dir, self.recipe.run.trackers if self.is_main else (), self.say)
 
     @cached_property
-    def optional_work(self) -> OptionalWork:
+    def optional_work(self) -> OptionalWorkRunner:
         """Runner for validation and samples, whose failure does not end the run."""
-        return OptionalWork(lambda value: gather_from_ranks(self.accelerator, value), self.say)
+        return OptionalWorkRunner(lambda value: gather_from_ranks(self.accelerator, value), self.say)
 
     @cached_property
     def lock(self) -> RunLock:
@@ -135,7 +135,7 @@ class Session:
 
 
 @contextmanager
-def running(recipe: Recipe, *, after: Session | None = None, last: bool = True) -> Iterator[Session]:
+def start_run_session(recipe: Recipe, *, after: Session | None = None, last: bool = True) -> Iterator[Session]:
     """Start a run; at the end close its trackers and its process group, even after an error.
 
     `after` is this process's earlier run. The process group is kept for the next run unless this is the `last`.
@@ -180,24 +180,24 @@ def _open_session(recipe: Recipe, previous: Session | None, *, is_last: bool) ->
 
 def _create_session(recipe: Recipe, previous: Session | None) -> Session:
     """Check package versions and the launcher, choose the precision, create the Accelerator; write nothing yet."""
-    launcher = find_waiting_launcher(os.environ)
-    phases = Phases.from_process(launcher) if previous is None else Phases()
+    launcher = find_accelerate_launcher_pid(os.environ)
+    phases = PhaseTimer.from_process(launcher) if previous is None else PhaseTimer()
     hide_progress_bars()
     # Checks that can refuse the run come before the process group: no rank waits for one that has ended.
     require_trackers(recipe.run.trackers)
     # Before Accelerate reads it; an earlier run of this process has already taken it.
-    sharding = pop_sharding(os.environ) if previous is None else previous.sharding
+    sharding = pop_fsdp_settings(os.environ) if previous is None else previous.sharding
     if sharding is not None:
         require_shardable(recipe, "fsdp2")
     zero = pop_zero_stage(os.environ) if previous is None else previous.zero_stage
     if zero is not None:
         require_shardable(recipe, "zero2", has_idle_parameters=_has_idle_parameters(recipe))
     environment = probe_environment()
-    warnings = require_compatible(environment, recipe.run.allow_untested)
+    warnings = require_compatible_versions(environment, recipe.run.allow_untested)
     on_gpu = torch.cuda.is_available()
     # The recipe decides, not the launch: one owner of autocast.
     precision = choose_precision(recipe.model.dtype, torch.device("cuda" if on_gpu else "cpu"))
-    choose_cudnn(masked=get_family(recipe.model.family).has_attention_mask)
+    enable_cudnn_unless_masked(masked=get_family(recipe.model.family).has_attention_mask)
     accelerator = Accelerator(
         cpu=not on_gpu,
         mixed_precision=precision.mixed_precision,
@@ -249,7 +249,7 @@ def require_free_folder(session: Session) -> None:
 
     Raises `DitLoraError` if it cannot be written, is not a run's, is in use, or holds steps (unless resuming).
     """
-    with share_errors(session.accelerator):
+    with raise_errors_on_all_ranks(session.accelerator):
         if session.is_main:
             _lock_folder(session.recipe, session.dir, session.lock)
 
@@ -259,7 +259,7 @@ def _lock_folder(recipe: Recipe, folder: Path, lock: RunLock) -> None:
     # Before the folder's files are read: another process may still be writing them.
     lock.acquire()
     try:
-        require_no_steps(recipe, folder)
+        require_no_saved_steps(recipe, folder)
     except DitLoraError:
         lock.release()
         raise
@@ -356,7 +356,7 @@ def gather_from_ranks(accelerator: Accelerator, value: Any) -> list[Any]:
 
 
 @contextmanager
-def share_errors(accelerator: Accelerator) -> Iterator[None]:
+def raise_errors_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
     """Context that raises a `DitLoraError` of one rank on every rank. Collective."""
     error = None
     try:
@@ -423,11 +423,11 @@ def _check_launch_settings(recipe: Recipe, accelerator: Accelerator) -> None:
         raise DitLoraError(format_list("the launch contradicts the recipe", contradictions))
 
 
-def _check_launch(accelerator: Accelerator, sharding: Sharding | None) -> None:
+def _check_launch(accelerator: Accelerator, sharding: FsdpSettings | None) -> None:
     """Raise `DitLoraError` for unsupported launches, and for one process if several were requested: a slow run."""
     is_one = accelerator.num_processes == 1
     problem = find_launch_problem(
-        is_multiple_requested=is_one and is_started_alone(os.environ, torch.cuda.device_count()),
+        is_multiple_requested=is_one and is_single_process_launch(os.environ, torch.cuda.device_count()),
         is_fsdp_requested=is_one and sharding is not None,
     )
     if problem:

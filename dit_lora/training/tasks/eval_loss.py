@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 
 from dit_lora.data.loading.batch import Batch
-from dit_lora.data.loading.training_set import AnyEntry, TrainingSet
+from dit_lora.data.loading.training_set import TrainingEntry, TrainingSet
 from dit_lora.data.storage import UnreadableError
-from dit_lora.numerics.dtensors import needs_all_ranks
+from dit_lora.numerics.dtensors import has_collective_forward
 from dit_lora.numerics.eval_mode import use_eval_mode
 from dit_lora.numerics.ranks import gather_object, is_true_on_any_rank
 from dit_lora.numerics.streams import RandomStreams, derive_seed
@@ -20,7 +20,7 @@ from dit_lora.training.task import AnySetup
 class EvalSample(NamedTuple):
     """A sample for the eval loss: the number that determines its noise and timestep, and its weight in the mean."""
 
-    entry: AnyEntry
+    entry: TrainingEntry
     sample_seed: int
     weight: int = 1
 
@@ -43,7 +43,7 @@ def measure_eval_loss(
     # Sum of losses, sum of weights.
     sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
     faults: dict[str, str] = {}
-    is_collective, rank = needs_all_ranks(model), accelerator.process_index
+    is_collective, rank = has_collective_forward(model), accelerator.process_index
     # In a collective forward all ranks need the same draws, or they would wait for each other.
     local_samples = eval_samples if is_collective else eval_samples[rank :: accelerator.num_processes]
 

@@ -27,7 +27,7 @@ from dit_lora.families import CHAT_FAMILIES
 from dit_lora.families.base import Sampling
 from dit_lora.files import write_atomically
 from dit_lora.numerics.dtensors import get_original_class
-from dit_lora.training.session.session import share_errors
+from dit_lora.training.session.session import raise_errors_on_all_ranks
 from dit_lora.training.task import Setup
 from dit_lora.training.tasks.diffusion.samples import read_headers
 
@@ -41,7 +41,7 @@ _COMMON_WORDS = (
 
 def write_facts(setup: Setup[Any, Any]) -> None:
     """Write RUN/facts.json on the main process; a `DitLoraError` there is raised on all ranks. Collective."""
-    with share_errors(setup.accelerator):
+    with raise_errors_on_all_ranks(setup.accelerator):
         if setup.session.is_main:
             text = json.dumps(_collect_facts(setup), indent=2, ensure_ascii=False)
             write_atomically(setup.session.dir / FACTS_FILE, text + "\n")
@@ -161,7 +161,7 @@ def _describe_pipeline(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[st
         "condition": "class_labels" if labels is not None else "prompt",
         "label": None if labels is None else [int(row) for row in labels],
         "labels_as_tensor": hasattr(labels, "tolist"),
-        "from_image": "image" in checkpoint.info.image_arguments,
+        "from_image": "image" in checkpoint.info.image_argument_names,
         "to_image": "last_image" in called,
         "references": references,
         "reference_clips": bool(checkpoint.info.references and checkpoint.info.references.is_clip),
@@ -208,7 +208,7 @@ def _record_call(setup: Setup[Any, Any], prompt_kwargs: dict[str, Any], referenc
     shape = VideoShape.from_data(setup.recipe.data)
     # An image-to-video family opens its first frame, so create one.
     with tempfile.TemporaryDirectory() as folder:
-        pictures = {name: Path(folder) / f"{name}.png" for name in checkpoint.info.image_arguments}
+        pictures = {name: Path(folder) / f"{name}.png" for name in checkpoint.info.image_argument_names}
         for file in pictures.values():
             Image.new("RGB", (shape.width, shape.height)).save(file)
         supported = checkpoint.info.references

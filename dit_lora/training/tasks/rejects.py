@@ -18,7 +18,7 @@ class Rejects:
         self.session = session
         self.reasons: dict[str, str] = {}
 
-    def add(self, reasons: Mapping[str, str], summary: str = "these samples cannot be used") -> None:
+    def add_rejected_samples(self, reasons: Mapping[str, str], summary: str = "these samples cannot be used") -> None:
         """Add samples that this rank found unusable, each with its reason. Collective.
 
         Raises `DitLoraError` with all of them if `data.rejects` is `refuse`.

@@ -84,13 +84,13 @@ class Trackers:
         self._open_trackers: list[GeneralTracker] = []
         self._events: list[dict[str, Any]] = []
 
-    def start(self, config: Mapping[str, Any], start_step: int) -> None:
+    def start_trackers(self, config: Mapping[str, Any], start_step: int) -> None:
         """Open the run in each tracker, or continue it after `start_step`.
 
         `config` is a nested mapping of plain values.
         """
         if self._names:
-            self._run_guarded("all are left out", lambda: self._open_all(config, start_step))
+            self._run_or_log_error("all are left out", lambda: self._open_all(config, start_step))
 
     def _open_all(self, config: Mapping[str, Any], start_step: int) -> None:
         # A resumed run continues under the id of its first start.
@@ -101,25 +101,28 @@ class Trackers:
         # Steps that a killed run has logged after its last checkpoint are taken and logged again.
         again_from = start_step + 1 if earlier_id and start_step else 0
         for name in self._names:
-            opened = self._run_guarded(
-                _describe_drop(name), partial(self._open_tracker, name, run_id, redact_value(config), again_from)
+            opened = self._run_or_log_error(
+                _format_dropped_tracker(name),
+                partial(self._open_tracker, name, run_id, redact_value(config), again_from),
             )
             if opened is not None:
                 self._open_trackers.append(opened)
-        self._events = [_select_public(line) for line in read_json_lines(self._folder / "events.jsonl").objects]
+        self._events = [
+            _select_public_columns(line) for line in read_json_lines(self._folder / "events.jsonl").objects
+        ]
         # TensorBoard drops the steps that are repeated.
         if earlier_id and self._events:
-            self._call_each(lambda tracker: _log_events(tracker, self._events, again_from))
+            self._call_each_tracker(lambda tracker: _log_events(tracker, self._events, again_from))
 
     def log_scalars(self, values: Mapping[str, float], step: int) -> None:
         """Log numbers of a step to all trackers."""
-        self._call_each(lambda tracker: _log_values(tracker, values, step))
+        self._call_each_tracker(lambda tracker: _log_values(tracker, values, step))
 
     def log_samples(self, step: int, prompts: Sequence[str]) -> None:
         """Log the files in samples/step_NNNNNN to all trackers: videos, images, or a chat model's answers."""
         if self._open_trackers:
             consequence = f"the samples of step {step} are left out"
-            self._run_guarded(consequence, lambda: self._log_sample_files(step, prompts))
+            self._run_or_log_error(consequence, lambda: self._log_sample_files(step, prompts))
 
     def _log_sample_files(self, step: int, prompts: Sequence[str]) -> None:
         folder = self._folder / "samples" / f"step_{step:06d}"
@@ -129,23 +132,25 @@ class Trackers:
             if path.suffix in (".mp4", ".png")
         }
         if captions:
-            self._call_each(lambda tracker: _log_samples(tracker, captions, step))
+            self._call_each_tracker(lambda tracker: _log_samples(tracker, captions, step))
         answers = folder / "answers.json"
         if answers.is_file():
             answers_read = redact_value(read_typed_json(answers, list[Answer]))
             rows = [[str(answer.get(name) or "") for name in _ANSWER_COLUMNS] for answer in answers_read]
-            self._call_each(lambda tracker: _log_table(tracker, "samples/answers", _ANSWER_COLUMNS, rows, step))
+            self._call_each_tracker(
+                lambda tracker: _log_table(tracker, "samples/answers", _ANSWER_COLUMNS, rows, step)
+            )
 
     def log_event(self, line: Mapping[str, Any]) -> None:
         """Log a line of events.jsonl to all trackers."""
         if self._open_trackers:
-            self._events.append(_select_public(line))
-            self._call_each(lambda tracker: _log_events(tracker, self._events, line["step"]))
-            self._call_each(lambda tracker: _send_alert(tracker, self._events[-1]))
+            self._events.append(_select_public_columns(line))
+            self._call_each_tracker(lambda tracker: _log_events(tracker, self._events, line["step"]))
+            self._call_each_tracker(lambda tracker: _send_alert(tracker, self._events[-1]))
 
     def finish(self, *, failed: bool) -> None:
         """Close all trackers. Called once, however the run ended."""
-        self._call_each(lambda tracker: _close_tracker(tracker, failed=failed))
+        self._call_each_tracker(lambda tracker: _close_tracker(tracker, failed=failed))
         self._open_trackers.clear()
 
     def _open_tracker(
@@ -184,12 +189,14 @@ class Trackers:
         tracker.tracker.define_metric("*", step_metric="step")
         return tracker
 
-    def _call_each(self, call: Callable[[GeneralTracker], None]) -> None:
+    def _call_each_tracker(self, call: Callable[[GeneralTracker], None]) -> None:
         for tracker in list(self._open_trackers):
-            if not self._run_guarded(_describe_drop(tracker.name), partial(_call_tracker, call, tracker)):
+            if not self._run_or_log_error(
+                _format_dropped_tracker(tracker.name), partial(_call_tracker, call, tracker)
+            ):
                 self._open_trackers.remove(tracker)
 
-    def _run_guarded(self, consequence: str, work: Callable[[], T]) -> T | None:
+    def _run_or_log_error(self, consequence: str, work: Callable[[], T]) -> T | None:
         """Run `work`; on any error log `consequence` and return None: trackers must never end a run."""
         try:
             return work()
@@ -320,7 +327,7 @@ def _close_tracker(tracker: GeneralTracker, *, failed: bool) -> None:
         tracker.finish()
 
 
-def _select_public(line: Mapping[str, Any]) -> dict[str, Any]:
+def _select_public_columns(line: Mapping[str, Any]) -> dict[str, Any]:
     """The columns of a guard event that may be published, from a line of events.jsonl."""
     event = redact_value(line)
     samples = ", ".join(event.get("sample_ids") or ())
@@ -336,7 +343,7 @@ def _find_prompt(path: Path, prompts: Sequence[str]) -> str:
     return prompts[index] if index < len(prompts) else path.stem
 
 
-def _describe_drop(name: str) -> str:
+def _format_dropped_tracker(name: str) -> str:
     return f"{name} is not used any more"
 
 

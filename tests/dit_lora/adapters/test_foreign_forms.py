@@ -144,7 +144,7 @@ def published_layers(model: nn.Module, family: str) -> dict[str, list[str]]:
     layer_names = {}
     if table is None:
         for name in layers:
-            published_name = names.translate(name)
+            published_name = names.translate_layer_name(name)
             layer_names[name if published_name is None else published_name.removeprefix(names.prefix)] = [name]
         return layer_names
     for number in range(max(len(layers), 1)):

@@ -81,7 +81,7 @@ def test_the_changed_weight_is_what_peft_computes_with(kind: str) -> None:
     with torch.no_grad():
         for name, change in get_weight_changes(model, ADAPTER_NAME).items():
             weight = plain.get_submodule(name).weight
-            weight.copy_(change.apply_to(weight.clone()))
+            weight.copy_(change.apply_to_weight(weight.clone()))
     # PEFT's scale of LoHa is an fp32 tensor.
     torch.testing.assert_close(plain(inputs().double()), expected, rtol=1e-6, atol=1e-7)
     assert (net().double()(inputs().double()) - expected).abs().max() > 0.05

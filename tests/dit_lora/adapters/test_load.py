@@ -24,7 +24,7 @@ def musubi(one: Trained, *, without: str = "") -> Tensors:
     """An adapter's tensors as musubi-tuner writes them for Wan, but for layers whose name has `without` in it."""
     names, tensors = get_family("wan").comfyui, {}
     for name, (term,) in collect_weight_updates(one.model).items():
-        published_name = (names.translate(name) or "").removeprefix(names.prefix).replace(".", "_")
+        published_name = (names.translate_layer_name(name) or "").removeprefix(names.prefix).replace(".", "_")
         if without and without in published_name:
             continue
         tensors[f"lora_unet_{published_name}.lora_down.weight"] = term.a.contiguous()

@@ -197,7 +197,7 @@ def test_peft_configs_with_patterns_and_rslora_are_scaled_as_peft_does(make: Mak
 def test_a_program_with_the_same_names_and_no_alpha_is_written_and_read_back(make: Make) -> None:
     adapter = make()
     names = LayerNames(prefix="transformer.", reads_alpha=False)
-    tensors = build_comfyui_layout(names, collect_weight_updates(adapter.model)).build_tensors(
+    tensors = build_comfyui_layout(names, collect_weight_updates(adapter.model)).build_lora_tensors(
         collect_weight_updates(adapter.model)
     )
     assert set(tensors) == {
@@ -238,15 +238,15 @@ def test_what_another_program_wrote_is_exported_again(make: Make, monkeypatch: A
 
 def test_names_of_a_program() -> None:
     renamed = LayerNames(renames={"blocks.*.a.to_q": "layers.*.q", "out": "head"})
-    assert renamed.translate("blocks.12.a.to_q") == "diffusion_model.layers.12.q"
-    assert renamed.translate("out") == "diffusion_model.head"
-    assert renamed.translate("blocks.x.a.to_q") is None
-    assert renamed.translate("blocks.1.a.to_k") is None
-    assert LayerNames(prefix="transformer.").translate("blocks.1.a") == "transformer.blocks.1.a"
+    assert renamed.translate_layer_name("blocks.12.a.to_q") == "diffusion_model.layers.12.q"
+    assert renamed.translate_layer_name("out") == "diffusion_model.head"
+    assert renamed.translate_layer_name("blocks.x.a.to_q") is None
+    assert renamed.translate_layer_name("blocks.1.a.to_k") is None
+    assert LayerNames(prefix="transformer.").translate_layer_name("blocks.1.a") == "transformer.blocks.1.a"
     partial_names = LayerNames(unnamed_layers=("single_stream_modulation.*",))
-    assert partial_names.translate("single_stream_modulation.linear") is None
-    assert partial_names.translate("blocks.1.a") == "diffusion_model.blocks.1.a"
-    assert make_unsupported_names("why").translate("out") is None
+    assert partial_names.translate_layer_name("single_stream_modulation.linear") is None
+    assert partial_names.translate_layer_name("blocks.1.a") == "diffusion_model.blocks.1.a"
+    assert make_unsupported_names("why").translate_layer_name("out") is None
     assert UNKNOWN_NAMES.unsupported_reason
 
 
@@ -271,7 +271,7 @@ def test_each_spelling_of_other_trainers_is_the_same_layer(
     adapter, names = make(), get_family("cogvideox").comfyui
     tensors = {}
     for name, (term,) in collect_weight_updates(adapter.model).items():
-        published_name = (names.translate(name) or "").removeprefix(names.prefix)
+        published_name = (names.translate_layer_name(name) or "").removeprefix(names.prefix)
         joined_names = {
             "joined": name.replace(".", "_"),
             "joined_theirs": published_name.replace(".", "_"),

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE
-from dit_lora.adapters.patterns import find_unbounded_reason, require_bounded_patterns
+from dit_lora.adapters.patterns import find_unbounded_regex_reason, require_bounded_regex_patterns
 from dit_lora.cli.app import app
 from dit_lora.errors import DitLoraError
 
@@ -43,7 +43,7 @@ PLAIN = [
 
 @pytest.mark.parametrize("pattern", EVIL)
 def test_expressions_that_may_run_for_years_are_refused(pattern: str) -> None:
-    assert find_unbounded_reason(pattern)
+    assert find_unbounded_regex_reason(pattern)
     for config in (
         {"target_modules": pattern},
         {"exclude_modules": pattern},
@@ -52,24 +52,24 @@ def test_expressions_that_may_run_for_years_are_refused(pattern: str) -> None:
         {"rank_pattern": {pattern: 1}},
     ):
         with pytest.raises(DitLoraError, match="a/file: ") as error:
-            require_bounded_patterns(config, "a/file")
+            require_bounded_regex_patterns(config, "a/file")
         assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("pattern", PLAIN)
 def test_expressions_that_people_write_are_taken_and_are_quick(pattern: str) -> None:
-    assert find_unbounded_reason(pattern) is None
-    require_bounded_patterns({"target_modules": pattern, "rank_pattern": {pattern: 4}}, "x")
+    assert find_unbounded_regex_reason(pattern) is None
+    require_bounded_regex_patterns({"target_modules": pattern, "rank_pattern": {pattern: 4}}, "x")
     start = time.process_time()
     get_pattern_key([pattern], "a." * 60 + "b")
     assert time.process_time() - start < 1
 
 
 def test_a_name_in_a_list_of_targets_is_no_expression() -> None:
-    require_bounded_patterns({"target_modules": ["(a+)+$"]}, "x")
-    assert "not a valid regular expression" in (find_unbounded_reason("(") or "")
+    require_bounded_regex_patterns({"target_modules": ["(a+)+$"]}, "x")
+    assert "not a valid regular expression" in (find_unbounded_regex_reason("(") or "")
     with pytest.raises(DitLoraError, match="5,001 patterns"):
-        require_bounded_patterns({"rank_pattern": {str(n): 1 for n in range(5001)}}, "x")
+        require_bounded_regex_patterns({"rank_pattern": {str(n): 1 for n in range(5001)}}, "x")
 
 
 @pytest.mark.parametrize("option", ["target_modules", "alpha_pattern", "rank_pattern"])

@@ -12,8 +12,8 @@ from dit_lora.adapters.attach import ADAPTER_NAME
 from dit_lora.adapters.start import (
     START_ADAPTER,
     attach_initialized_lora,
-    build_saved_config,
-    build_saved_state,
+    build_adapter_state_for_saving,
+    build_config_for_saving,
 )
 from dit_lora.adapters.under import disable_frozen_adapters, disable_trained_adapter
 from dit_lora.config.lora import LoraConfig
@@ -107,8 +107,8 @@ def test_what_is_saved_is_one_lora_over_the_untouched_base(rslora: bool, net: An
     with torch.no_grad():
         for p in trained(model).values():
             p += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(2))
-    state = build_saved_state(model, peft.get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME))
-    config = build_saved_config(model, ADAPTER_NAME)
+    state = build_adapter_state_for_saving(model, peft.get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME))
+    config = build_config_for_saving(model, ADAPTER_NAME)
     assert (config.r, config.rank_pattern, config.use_rslora) in (
         (2 * RANK, {"^tall": 6}, False),
         (6, {"^wide": 2 * RANK}, False),

@@ -98,7 +98,7 @@ def test_chat_answers_as_the_model_does_turn_after_turn(adapter: Path, data: Pat
     options = ["--prompt", "What is it?", "--prompt", "Why?", "--max-tokens", 4]
     answers = invoke("chat", adapter, "--video", clip, *options).splitlines()
     answerer = load_answerer(adapter)
-    answer = answerer.ask(MediaFile(clip), "What is it?", max_tokens=4)
+    answer = answerer.answer_question(MediaFile(clip), "What is it?", max_tokens=4)
     assert answers[0] == answer
     base = answerer.checkpoint.path
     base_lines = invoke("chat", base, "--video", clip, *options).splitlines()

@@ -167,7 +167,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A script in place of recipes/lora.py, which takes no time to start. No signal comes from a terminal."""
     path = tmp_path / "recipes" / "lora.py"
     path.parent.mkdir()
-    monkeypatch.setattr(accelerate, "find_packaged_files", lambda: tmp_path)
+    monkeypatch.setattr(accelerate, "find_packaged_files_root", lambda: tmp_path)
     monkeypatch.setattr(accelerate, "_is_signalled_by_terminal", lambda child: False)
     # torchrun sets this one for good.
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")

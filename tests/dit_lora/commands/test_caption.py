@@ -126,7 +126,7 @@ def test_a_caption_that_is_written_meanwhile_is_kept(
                 table.write_captions(edited)
         return str(inner(answerer, file, *args))
 
-    monkeypatch.setattr(captions, "describe_file", partial(describe, captions.describe_file))
+    monkeypatch.setattr(captions, "generate_file_caption", partial(describe, captions.generate_file_caption))
     result = caption(clips, tiny_checkpoints["qwen2.5-vl"])
     assert result.exit_code == 0, result.output
     rows_by_name = rows(clips)

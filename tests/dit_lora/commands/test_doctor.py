@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dit_lora.commands.doctor import build_report, find_launch_config_problem, print_report
-from dit_lora.environment.versions import TESTED, Device, Environment, find_problems
+from dit_lora.environment.versions import TESTED, Device, Environment, find_version_problems
 from dit_lora.errors import DitLoraError
 
 TESTED_VERSIONS = {
@@ -163,7 +163,7 @@ def test_tables_fit_80_columns_and_commands_stay_whole(
     path.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n", encoding="utf-8")
     print_report(build_report(env, path))
     output = capsys.readouterr().out
-    for problem in find_problems(env):
+    for problem in find_version_problems(env):
         assert problem.remedy in output
         assert problem.what in output
     for name in TESTED:
@@ -172,7 +172,7 @@ def test_tables_fit_80_columns_and_commands_stay_whole(
     assert "[bold].yaml" in output
     assert "set num_processes to 1" in output
     assert output.rstrip().endswith("not ready to train: correct the lines marked refuse")
-    unbroken_texts = [text for p in find_problems(env) for text in (p.what, p.remedy)] + ["num_processes"]
+    unbroken_texts = [text for p in find_version_problems(env) for text in (p.what, p.remedy)] + ["num_processes"]
     unbroken_texts += [str(path)]
     wrapped = [line for line in output.splitlines() if not any(text in line for text in unbroken_texts)]
     assert len(wrapped) > len(TESTED)

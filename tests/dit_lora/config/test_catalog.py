@@ -13,7 +13,7 @@ from dit_lora.cli.app import app
 from dit_lora.config import catalog
 from dit_lora.config.catalog import (
     PackagedRecipe,
-    find_packaged_files,
+    find_packaged_files_root,
     find_recipe,
     list_recipe_names,
     write_run_folder,
@@ -36,7 +36,7 @@ TASKS = {
 
 
 def test_a_checkout_names_every_recipe_where_it_lies() -> None:
-    assert find_packaged_files() == ROOT
+    assert find_packaged_files_root() == ROOT
     paths = [path.relative_to(ROOT / "recipes") for path in (ROOT / "recipes").rglob("*.yaml")]
     assert sorted(list_recipe_names()) == sorted(path.with_suffix("").as_posix() for path in paths)
     assert len(paths) >= 35
@@ -46,7 +46,7 @@ def test_a_checkout_names_every_recipe_where_it_lies() -> None:
 
 def test_every_family_has_a_default_of_its_own() -> None:
     for family, name in get_default_recipes().items():
-        record = PackagedRecipe.from_name(family, get_default_recipes()).record(get_default_recipes())
+        record = PackagedRecipe.from_name(family, get_default_recipes()).to_json_entry(get_default_recipes())
         assert (record["name"], record["family"], record["default"]) == (name, family, True)
 
 
@@ -72,7 +72,7 @@ def test_a_recipe_in_a_folder_of_its_own_is_the_same_and_its_header_is_true_ther
     file_names = [word for word in arguments if word.endswith((".yaml", ".py"))]
     assert file_names == [f"{recipe.accelerate_config}.yaml", "lora.py", recipe.file_name]
     assert all((tmp_path / "run" / word).is_file() for word in file_names)
-    record = recipe.record(get_default_recipes())
+    record = recipe.to_json_entry(get_default_recipes())
     assert record["task"] in TASKS
     assert record["memory"]
     assert record["time"]

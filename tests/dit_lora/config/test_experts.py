@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from dit_lora.config.experts import in_turn
+from dit_lora.config.experts import split_recipe_by_expert
 from dit_lora.config.load import dump_recipe, load_recipe, parse_recipe
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
@@ -26,12 +26,12 @@ def recipe_with(**sections: Any) -> Recipe:
 
 def test_one_expert_is_the_recipe_itself() -> None:
     recipe = recipe_with(model={"part": "transformer_2"})
-    assert in_turn(recipe) == (recipe,)
+    assert split_recipe_by_expert(recipe) == (recipe,)
 
 
 def test_both_are_a_run_each_below_the_folder_with_one_cache() -> None:
     recipe = recipe_with(train={"high_noise_share": 0.3})
-    high, low = in_turn(recipe)
+    high, low = split_recipe_by_expert(recipe)
     assert (high.model.part, low.model.part) == ("transformer", "transformer_2")
     assert (high.run.dir, low.run.dir) == ("runs/kitten/high_noise", "runs/kitten/low_noise")
     assert (high.train.steps, low.train.steps) == (3, 7)
@@ -46,12 +46,12 @@ def test_both_are_a_run_each_below_the_folder_with_one_cache() -> None:
 def test_each_expert_gets_its_share_of_the_steps_and_at_least_one(
     steps: int, share: float | None, wanted: tuple[int, int]
 ) -> None:
-    high, low = in_turn(recipe_with(train={"steps": steps, "high_noise_share": share}))
+    high, low = split_recipe_by_expert(recipe_with(train={"steps": steps, "high_noise_share": share}))
     assert (high.train.steps, low.train.steps) == wanted
 
 
 def test_an_experts_recipe_is_a_recipe_that_can_be_written_and_read(tmp_path: Path) -> None:
-    for expert_recipe in in_turn(recipe_with(train={"high_noise_share": 0.3})):
+    for expert_recipe in split_recipe_by_expert(recipe_with(train={"high_noise_share": 0.3})):
         (tmp_path / "config.yaml").write_text(dump_recipe(expert_recipe))
         assert load_recipe(tmp_path / "config.yaml") == expert_recipe
 

@@ -9,8 +9,8 @@ import pytest
 from dit_lora.config.records import (
     AdapterConfig,
     BundleFacts,
-    Facts,
     Manifest,
+    RunFacts,
     RunMetadata,
     parse_typed_json,
     read_typed_json,
@@ -26,7 +26,7 @@ CODE = "x; import os; os.system('touch ran')"
         ("[1]", Manifest, "is damaged: Input should be a valid dictionary"),
         ('{"sha256": {"a": 1}}', Manifest, "sha256.a: Input should be a valid string; got 1"),
         (r'{"sha256": {"a\nerror: b": 1}}', Manifest, r"sha256.a\nerror: b: Input should"),
-        (r'{"data": {"kind": "a\nerror: b"}}', Facts, r"Input tag 'a\nerror: b'"),
+        (r'{"data": {"kind": "a\nerror: b"}}', RunFacts, r"Input tag 'a\nerror: b'"),
         ('{"sha256": {}, "sha256": {"a": "b"}}', Manifest, "it holds 'sha256' twice"),
         ('{"sha256": ' + "[" * 100_000, Manifest, "nested deeper"),
         ('{"sha256": ' + "9" * 5000 + "}", Manifest, "more than 100 digits"),
@@ -96,7 +96,7 @@ FACTS: dict[str, Any] = {
     ],
 )
 def test_facts_hold_no_code(part: str, field: str, value: Any) -> None:
-    assert parse_typed_json(json.dumps(FACTS), Facts, "facts.json") == FACTS
+    assert parse_typed_json(json.dumps(FACTS), RunFacts, "facts.json") == FACTS
     changed_facts = {**FACTS, part: {**FACTS[part], field: value}}
     with pytest.raises(DitLoraError, match=rf"facts\.json is damaged: {part}\.{field}"):
-        parse_typed_json(json.dumps(changed_facts), Facts, "facts.json")
+        parse_typed_json(json.dumps(changed_facts), RunFacts, "facts.json")

@@ -14,7 +14,7 @@ from dit_lora.data import storage
 from dit_lora.data.cache.cache import TensorCache, encode_entry, make_entry_key
 from dit_lora.data.media import media as media_module
 from dit_lora.data.media.clip_sound import read_sound
-from dit_lora.data.media.headers import Headers
+from dit_lora.data.media.headers import MediaHeaderCache
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.references import read_mask
 from dit_lora.data.media.sound import SoundFormat
@@ -154,7 +154,7 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
 READS: dict[str, Callable[[Path], object]] = {
     "frames": lambda path: read_frames(path, **SHAPE),
     "header": read_header,
-    "headers": lambda path: Headers(path.parent / "memo").read([MediaFile(path)], iter),
+    "headers": lambda path: MediaHeaderCache(path.parent / "memo").read([MediaFile(path)], iter),
     "sound": lambda path: read_sound(MediaFile(path), SoundFormat(16000, 1), frames=2, fps=8.0),
 }
 

@@ -14,20 +14,20 @@ from accelerate.commands.config import config_args
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from dit_lora.commands.doctor import list_decisions
+from dit_lora.commands.doctor import list_environment_decisions
 from dit_lora.environment.versions import (
     KNOWN_BAD,
     TESTED,
     Device,
     Environment,
     find_launch_problem,
-    find_problems,
+    find_version_problems,
     get_default_launch_config,
     get_num_launch_processes,
     get_package_status,
     probe_environment,
     read_launch_config,
-    require_compatible,
+    require_compatible_versions,
 )
 from dit_lora.errors import DitLoraError
 
@@ -52,7 +52,7 @@ def having(env: Environment, changes: str) -> Environment:
 
 
 def ids(env: Environment) -> set[str]:
-    return {problem.id for problem in find_problems(env)}
+    return {problem.id for problem in find_version_problems(env)}
 
 
 ON_CPU = having(
@@ -66,10 +66,10 @@ NO_GPU = replace(ON_GPU, devices=())  # torch for CUDA on a machine without a GP
 
 def test_the_tested_set_gives_no_warning():
     """Optional packages may be absent, and what the run handles itself is listed without a warning."""
-    assert find_problems(ON_CPU) == []
+    assert find_version_problems(ON_CPU) == []
     assert get_package_status("triton", ON_CPU) == "absent"
-    assert [(p.id, p.severity) for p in find_problems(ON_GPU)] == [("cudnn-sdpa-backward", "handled")]
-    assert require_compatible(ON_GPU, allow_untested=False) == []
+    assert [(p.id, p.severity) for p in find_version_problems(ON_GPU)] == [("cudnn-sdpa-backward", "handled")]
+    assert require_compatible_versions(ON_GPU, allow_untested=False) == []
 
 
 def test_floors_are_those_of_pyproject():
@@ -106,19 +106,19 @@ def test_a_version_is_judged_by_floor_tested_release_and_next_major(change, stat
     """Below the floor and from the next major on is refused; a newer minor is untested."""
     env, name = having(ON_CPU, change), change.partition("=")[0]
     assert get_package_status(name, env) == status
-    severities = [problem.severity for problem in find_problems(env) if problem.id == name]
+    severities = [problem.severity for problem in find_version_problems(env) if problem.id == name]
     assert severities == {"refused": ["refuse"], "untested": ["warn"]}.get(status, [])
 
 
 def test_an_untested_version_warns_and_names_what_was_tested():
     """The run goes on; the line names both versions, or that no build could be tested."""
-    (line,) = require_compatible(having(ON_CPU, "diffusers=0.43.0"), allow_untested=False)
+    (line,) = require_compatible_versions(having(ON_CPU, "diffusers=0.43.0"), allow_untested=False)
     for part in ("0.42.1", "0.43.0", 'pip install "diffusers==0.42.1"'):
         assert part in line
-    (line,) = require_compatible(having(ON_CPU, "torch=2.16.0+cpu"), allow_untested=False)
+    (line,) = require_compatible_versions(having(ON_CPU, "torch=2.16.0+cpu"), allow_untested=False)
     assert "torch was tested up to 2.15.0; got 2.16.0+cpu" in line
     assert 'pip install "torch==2.13.0" --index-url' in line  # the set that is tested as a whole
-    (line,) = require_compatible(having(ON_CPU, "flash-attn=2.8.3"), allow_untested=False)
+    (line,) = require_compatible_versions(having(ON_CPU, "flash-attn=2.8.3"), allow_untested=False)
     assert "flash-attn was never tested" in line
 
 
@@ -126,7 +126,7 @@ def test_all_refusals_are_listed_at_once_and_allow_untested_passes_them():
     """A missing package, an old one, one of the next major and a known-bad pair: one error."""
     env = having(ON_CPU, "torch=2.4.0 transformers=6.0.0 safetensors=none")
     with pytest.raises(DitLoraError) as error:
-        require_compatible(env, allow_untested=False)
+        require_compatible_versions(env, allow_untested=False)
     text = str(error.value)
     assert error.value.exit_code == 2
     assert "run.allow_untested=true" in text.splitlines()[0]
@@ -140,13 +140,13 @@ def test_all_refusals_are_listed_at_once_and_allow_untested_passes_them():
     for command in ("transformers>=5.17,<6", "safetensors>=0.8,<1", "torch>=2.11,<3"):
         assert f'pip install "{command}"' in text
     # With allow_untested the same lines are warnings, and the run goes on.
-    assert [f"  - {line}" for line in require_compatible(env, True)] == text.splitlines()[1:]
+    assert [f"  - {line}" for line in require_compatible_versions(env, True)] == text.splitlines()[1:]
 
 
 def test_a_cpu_build_of_torch_is_replaced_by_a_cpu_build():
     """Without its index pip would install a CUDA build."""
-    (cpu,) = [p for p in find_problems(having(ON_CPU, "torch=2.10.0+cpu")) if p.id == "torch"]
-    (gpu,) = [p for p in find_problems(having(ON_GPU, "torch=2.10.0")) if p.id == "torch"]
+    (cpu,) = [p for p in find_version_problems(having(ON_CPU, "torch=2.10.0+cpu")) if p.id == "torch"]
+    (gpu,) = [p for p in find_version_problems(having(ON_GPU, "torch=2.10.0")) if p.id == "torch"]
     assert cpu.remedy.endswith("--index-url https://download.pytorch.org/whl/cpu")
     assert gpu.remedy == 'pip install "torch>=2.11,<3"'
 
@@ -260,8 +260,8 @@ def test_decisions_follow_the_device():
     """bf16 only on a GPU that computes in it; every decision has a reason."""
     choices_by_environment = {}
     for name, env in {"cpu": ON_CPU, "h100": ON_GPU, "t4": replace(ON_GPU, devices=(T4,))}.items():
-        assert all(decision.why for decision in list_decisions(env))
-        choices_by_environment[name] = {decision.what: decision.choice for decision in list_decisions(env)}
+        assert all(decision.why for decision in list_environment_decisions(env))
+        choices_by_environment[name] = {decision.what: decision.choice for decision in list_environment_decisions(env)}
     dtypes = {name: choice["dtype"] for name, choice in choices_by_environment.items()}
     assert dtypes == {"cpu": "fp32", "h100": "bf16", "t4": "fp32"}
     assert choices_by_environment["cpu"]["device"] == "cpu"
@@ -270,7 +270,7 @@ def test_decisions_follow_the_device():
     assert choices_by_environment["cpu"]["video"] == "PyAV 18.1.0"
     assert choices_by_environment["cpu"]["trackers"] == "none"
     environment = having(ON_CPU, "tensorboard=2.21.0 trackio=0.2.0")
-    assert {d.what: d.choice for d in list_decisions(environment)}["trackers"] == "tensorboard, trackio"
+    assert {d.what: d.choice for d in list_environment_decisions(environment)}["trackers"] == "tensorboard, trackio"
 
 
 def test_the_probe_agrees_with_the_installed_distributions():
@@ -298,7 +298,7 @@ from dit_lora.environment.versions import probe_environment
 print(probe_environment().devices)
 """
     assert run_python(script) == "()"
-    (problem,) = find_problems(having(ON_CPU, "torch=none"))
+    (problem,) = find_version_problems(having(ON_CPU, "torch=none"))
     assert "not installed" in str(problem)
 
 

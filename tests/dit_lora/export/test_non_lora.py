@@ -100,7 +100,7 @@ def test_comfyui_adds_the_same_update(kind: AdapterKind, tiny_checkpoints: dict[
     names = get_family("flux2").comfyui
     expected_keys = set()
     for name, layer in layers(trained_adapter.model).items():
-        key = f"{names.translate(name)}."
+        key = f"{names.translate_layer_name(name)}."
         layer_tensors = {n.removeprefix(key): t for n, t in tensors.items() if n.startswith(key)}
         expected_keys |= {f"{key}{suffix}" for suffix in layer_tensors}
         shape = layer.get_base_layer().weight.shape

@@ -8,7 +8,7 @@ from torch import nn
 
 from dit_lora.numerics.streams import RandomStreams
 from dit_lora.training.execution.base_alone import (
-    has_only_idle_adapters,
+    has_only_untrained_adapters,
     temporarily_reset_adapters,
 )
 
@@ -32,7 +32,7 @@ def test_a_trained_model_is_its_base_within_and_as_it_was_afterwards(
         for name, parameter in trained.items():
             if ".lora_B." in name:
                 parameter.zero_()
-        assert has_only_idle_adapters(model)
+        assert has_only_untrained_adapters(model)
         base = losses(quick_model_subject, model, batch)
         for parameter in trained.values():
             parameter.copy_(0.1 * torch.randn(parameter.shape, generator=random))
@@ -40,11 +40,11 @@ def test_a_trained_model_is_its_base_within_and_as_it_was_afterwards(
         assert not torch.equal(after, base)
         initial = {name: p.clone() for name, p in trained.items()}
         with temporarily_reset_adapters(model):
-            assert has_only_idle_adapters(model)
+            assert has_only_untrained_adapters(model)
             assert torch.equal(losses(quick_model_subject, model, batch), base)
         with pytest.raises(ValueError, match="within"), temporarily_reset_adapters(model):
             raise ValueError("within")
-        assert not has_only_idle_adapters(model)
+        assert not has_only_untrained_adapters(model)
         assert all(torch.equal(p, initial[name]) for name, p in trained.items())
         assert torch.equal(losses(quick_model_subject, model, batch), after)
 
@@ -55,10 +55,10 @@ def test_only_a_lora_whose_b_is_zero_does_nothing(quick_model_subject: Subject) 
     with torch.no_grad():
         for parameter in b:
             parameter.zero_()
-        assert has_only_idle_adapters(model)
+        assert has_only_untrained_adapters(model)
         b[-1].view(-1)[-1] = 1e-20
-    assert not has_only_idle_adapters(model)
+    assert not has_only_untrained_adapters(model)
     b[-1].detach().zero_()
     frozen = next(p for p in model.parameters() if not p.requires_grad)
     frozen.requires_grad_(True)  # a group of base weights
-    assert not has_only_idle_adapters(model)
+    assert not has_only_untrained_adapters(model)

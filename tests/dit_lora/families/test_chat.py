@@ -50,7 +50,7 @@ def stock_losses(model: Any, checkpoint: Any, samples: list[Any]) -> torch.Tenso
     losses = []
     for rendered, media in samples:
         media_batch = {name: tensor[None] for name, tensor in media.items()}
-        model_inputs = checkpoint.inputs({"input_ids": torch.tensor([rendered.ids]), **media_batch})
+        model_inputs = checkpoint.build_model_inputs({"input_ids": torch.tensor([rendered.ids]), **media_batch})
         mask = torch.ones_like(model_inputs["input_ids"])
         logits = model(**model_inputs, attention_mask=mask).logits[0]
         labels = torch.tensor(rendered.labels)
@@ -149,7 +149,7 @@ def test_an_answer_is_the_most_likely_token_each_time(folder: Path, kind: Any, d
     media_batch = {name: tensor[None] for name, tensor in media.items()}
     with torch.no_grad():
         for _ in range(5):
-            model_inputs = checkpoint.inputs({"input_ids": torch.tensor([ids]), **media_batch})
+            model_inputs = checkpoint.build_model_inputs({"input_ids": torch.tensor([ids]), **media_batch})
             ids.append(int(model(**model_inputs).logits[0, -1].argmax()))
             if ids[-1] == ends:
                 break
@@ -162,8 +162,8 @@ def test_prompts_are_the_beginning_of_what_is_trained(folder: Path) -> None:
     shape = checkpoint.shape("video", 90, 151)
     assert shape is not None
     talk, times = conversation("video", "What is it?", "A dog."), frame_times(shape.frames)
-    full_sample = checkpoint.render(talk, shape, times)
-    question = checkpoint.render(talk, shape, times, include_answer=False)
+    full_sample = checkpoint.tokenize_conversation(talk, shape, times)
+    question = checkpoint.tokenize_conversation(talk, shape, times, include_answer=False)
     assert question.ids == full_sample.ids[: len(question)]
     assert question.num_answer_tokens < full_sample.num_answer_tokens
     assert checkpoint.tokenizer.decode(full_sample.ids[-1:]) == TINY[folder.name].end_token
@@ -188,7 +188,7 @@ def test_qwen2_5_counts_positions_by_the_seconds_of_its_frames(
     model: Any = checkpoint.load_model(torch.float32)
     samples = [rendered_sample(checkpoint, "video", apart=apart, generator=draws) for apart in (0.5, 2.0)]
     batch = batched(samples)
-    model_inputs = checkpoint.inputs(batch)
+    model_inputs = checkpoint.build_model_inputs(batch)
     # Two tokens a second, two frames a patch.
     assert model_inputs["second_per_grid_ts"].tolist() == [1.0, 4.0]
     names = ("mm_token_type_ids", "video_grid_thw", "second_per_grid_ts")
@@ -199,7 +199,7 @@ def test_qwen2_5_counts_positions_by_the_seconds_of_its_frames(
     spans = positions[0][:, is_video].max(1).values - positions[0][:, is_video].min(1).values
     assert spans.tolist() == [2, 8]
     with pytest.raises(DitLoraError, match="no `seconds`"):
-        checkpoint.inputs({name: batch[name] for name in ("input_ids", "pixels")})
+        checkpoint.build_model_inputs({name: batch[name] for name in ("input_ids", "pixels")})
 
 
 def test_answers_use_the_seconds_that_were_rendered(
@@ -316,16 +316,16 @@ def test_sizes_and_timestamps_that_a_model_has_not_are_refused(folder: Path) -> 
         if "qwen" in folder.name and height > 28:
             continue
         with pytest.raises(DitLoraError, match=rf"{height}x{width}; for \w+ give"):
-            checkpoint.with_vision_settings(VisionSettings(4, height, width))
+            checkpoint.copy_with_vision_settings(VisionSettings(4, height, width))
     untimed = VisionSettings(4, checkpoint.vision_settings.height, checkpoint.vision_settings.width, timestamps=False)
     if folder.name in ("llava-next-video", "internvl"):
-        assert checkpoint.with_vision_settings(untimed).vision_settings == untimed
+        assert checkpoint.copy_with_vision_settings(untimed).vision_settings == untimed
         return
     with pytest.raises(DitLoraError, match="always told when"):
-        checkpoint.with_vision_settings(untimed)
+        checkpoint.copy_with_vision_settings(untimed)
     shape = checkpoint.shape("video", 90, 151)
     with pytest.raises(DitLoraError, match="got 1 times for 3 frames"):
-        checkpoint.render(conversation("video", "What?", "It."), shape, [0.0])
+        checkpoint.tokenize_conversation(conversation("video", "What?", "It."), shape, [0.0])
 
 
 def test_other_checkpoints_are_refused_by_name(tmp_path: Path, tiny_checkpoints: dict[str, Path]) -> None:
@@ -347,11 +347,11 @@ def test_a_template_file_of_older_checkpoints_is_read(tmp_path: Path, tiny_check
     (copied / "chat_template.jinja").unlink()
     talk = conversation("text", "What?", "It.")
     with pytest.raises(DitLoraError, match="no chat template"):
-        opened(copied).render(talk, None)
+        opened(copied).tokenize_conversation(talk, None)
     changed = template.replace("<|im_start|>", "<|endoftext|>")
     (copied / "chat_template.json").write_text(json.dumps({"chat_template": changed}))
     checkpoint = opened(copied)
-    prompt = checkpoint.render(talk, None, include_answer=False)
+    prompt = checkpoint.tokenize_conversation(talk, None, include_answer=False)
     assert checkpoint.tokenizer.decode(prompt.ids).startswith("<|endoftext|>user")
 
 

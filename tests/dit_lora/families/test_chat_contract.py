@@ -73,7 +73,7 @@ def test_a_samples_loss_is_the_stock_models_alone_whatever_its_neighbours_and_pa
 
 def _stock_loss(subject: ChatSubject, model: Any, sample: Any) -> torch.Tensor:
     """By the model's own `labels=`, without padding."""
-    model_inputs = subject.checkpoint.inputs(padded([sample]))
+    model_inputs = subject.checkpoint.build_model_inputs(padded([sample]))
     labels = torch.tensor([sample.rendered.labels])
     assert (labels != IGNORE_INDEX).any()
     return model(**model_inputs, labels=labels).loss
@@ -137,7 +137,7 @@ def test_an_answer_ends_where_its_format_ends_one(subject: ChatSubject) -> None:
     model, checkpoint = adapted(subject), subject.checkpoint
     (prompt, *_) = subject.samples("text", answered=False)
     ids = torch.tensor([prompt.rendered.ids])
-    model_inputs = checkpoint.inputs({"input_ids": ids})
+    model_inputs = checkpoint.build_model_inputs({"input_ids": ids})
     tokenizer = checkpoint.tokenizer
     head = model.get_output_embeddings()
     with Outputs(head) as steps:
@@ -174,7 +174,7 @@ def test_the_saved_adapter_in_the_stock_model_is_the_trained_model(subject: Chat
     peft_model = PeftModel.from_pretrained(stock(subject.checkpoint.path), tmp_path).eval()
     loaded = stock(subject.checkpoint.path).eval()
     loaded.load_adapter(str(tmp_path))
-    model_inputs = subject.checkpoint.inputs(padded(subject.samples()))
+    model_inputs = subject.checkpoint.build_model_inputs(padded(subject.samples()))
     with torch.no_grad():
         expected = trained(**model_inputs).logits
         assert torch.equal(peft_model(**model_inputs).logits, expected)

@@ -89,8 +89,8 @@ def test_image_tensors_are_the_stock_processors(
             pytest.skip("this Transformers makes its image processors with torchvision alone")
     tensors = stock(images=[image], return_tensors="pt", **stock_options(checkpoint))
     talk = conversation("image", "What is it?", "A dog.")
-    ids = torch.tensor([checkpoint.render(talk, shape).ids])
-    ours = checkpoint.inputs({"input_ids": ids, "pixels": pixels[None]})
+    ids = torch.tensor([checkpoint.tokenize_conversation(talk, shape).ids])
+    ours = checkpoint.build_model_inputs({"input_ids": ids, "pixels": pixels[None]})
     assert ours["pixel_values"].shape == tensors["pixel_values"].shape
     apart = (ours["pixel_values"] - tensors["pixel_values"]).abs()
     # Of SmolVLM's whole picture, Pillow's filter is Lanczos and this one bicubic.
@@ -117,12 +117,12 @@ def test_there_are_as_many_tokens_as_features(
             times = frame_times(shape.frames) if kind == "video" else []
             talk = conversation(kind, "What is it?", "A dog.")  # type: ignore[arg-type]
             batch = {
-                "input_ids": torch.tensor([checkpoint.render(talk, shape, times).ids]),
+                "input_ids": torch.tensor([checkpoint.tokenize_conversation(talk, shape, times).ids]),
                 "pixels": picture(shape.height, shape.width, draws).expand(1, shape.frames, -1, -1, -1),
                 "seconds": torch.tensor([times]),
             }
             with torch.no_grad():
-                model(**checkpoint.inputs(batch))
+                model(**checkpoint.build_model_inputs(batch))
 
 
 def test_qwen2_5_sizes_are_smart_resizes(tiny_checkpoints: dict[str, Path]) -> None:
@@ -153,11 +153,11 @@ def test_qwen3_sizes_are_those_of_all_frames_together(
 def test_a_budget_below_the_checkpoints_least_pixels_is_kept(
     tiny_checkpoints: dict[str, Path],
 ) -> None:
-    checkpoint = opened(tiny_checkpoints["qwen2.5-vl"]).with_vision_settings(VisionSettings(4, 28, 28))
+    checkpoint = opened(tiny_checkpoints["qwen2.5-vl"]).copy_with_vision_settings(VisionSettings(4, 28, 28))
     shape = checkpoint.shape("video", 480, 640)
     assert shape is not None
     assert (shape.height, shape.width) == (28, 28)
-    huge = checkpoint.with_vision_settings(VisionSettings(4, 2800, 2800)).shape("video", 480, 640)
+    huge = checkpoint.copy_with_vision_settings(VisionSettings(4, 2800, 2800)).shape("video", 480, 640)
     assert huge is not None
     assert huge.height * huge.width <= 112 * 112  # the checkpoint's own most
 
@@ -169,7 +169,7 @@ def test_a_picture_that_is_too_narrow_is_refused(tiny_checkpoints: dict[str, Pat
 
 def test_tiles_are_the_stock_processors_grids(tiny_checkpoints: dict[str, Path]) -> None:
     internvl, smolvlm = (opened(tiny_checkpoints[variant]) for variant in ("internvl", "smolvlm2"))
-    wide = smolvlm.with_vision_settings(VisionSettings(4, 128, 128))
+    wide = smolvlm.copy_with_vision_settings(VisionSettings(4, 128, 128))
     stock = SmolVLMImageProcessorPil(size={"longest_edge": 128}, max_image_size={"longest_edge": 32})
     squares = [(side, side) for side in range(50, 130, 3)]  # one, or four tiles of the same ratio
     for size in random_sizes(200) + squares:
@@ -228,7 +228,7 @@ def test_frames_are_normalised_and_nothing_else(
         torch.tensor(values[name], dtype=torch.float64)[:, None, None] for name in ("image_mean", "image_std")
     )
     expected = (pixels.double() / 255 - mean) / std
-    model_inputs = checkpoint.inputs({"input_ids": torch.zeros(2, 1, dtype=torch.int64), "pixels": pixels})
+    model_inputs = checkpoint.build_model_inputs({"input_ids": torch.zeros(2, 1, dtype=torch.int64), "pixels": pixels})
     name = "pixel_values_videos" if variant == "llava-next-video" else "pixel_values"
     tensor = model_inputs[name].reshape(expected.shape)
     torch.testing.assert_close(tensor.double(), expected, rtol=0, atol=2e-6)
@@ -280,8 +280,8 @@ def test_video_tensors_and_tokens_are_the_stock_processors(
         return_tensors="pt",
     )
     talk = Conversation("one", "video", None, (Turn("What is it?", ""),))
-    prompt = checkpoint.render(talk, shape, seconds, include_answer=False)
-    ours = checkpoint.inputs(
+    prompt = checkpoint.tokenize_conversation(talk, shape, seconds, include_answer=False)
+    ours = checkpoint.build_model_inputs(
         {
             "input_ids": torch.tensor([prompt.ids]),
             "pixels": pixels[None],

@@ -102,7 +102,7 @@ def test_what_is_drawn_ahead_is_all_that_is_drawn_and_changes_no_bit(pipeline_su
     checkpoint, batch = pipeline_subject.checkpoint, encoded_batch(pipeline_subject)
     transformer = checkpoint.denoiser.load_transformer(torch.float32)
     shapes = {name: tensor.to("meta") for name, tensor in batch.items()}
-    tensors = RandomStreams(0, [4, 5, 6]).draw_tensors(checkpoint.denoiser.draw_functions(shapes), CPU)
+    tensors = RandomStreams(0, [4, 5, 6]).draw_tensors(checkpoint.denoiser.get_random_input_samplers(shapes), CPU)
     ahead = RandomInputs(0, (4, 5, 6), tensors)
     before = {name: tensor.clone() for name, tensor in tensors.items()}
 
@@ -157,7 +157,9 @@ def test_one_prediction_is_one_denoising_call_of_the_stock_pipeline(subject: Sub
         sampling = Sampling(shape, 3, guidance_of(case, checkpoint), seed=0, **image_kwargs)
         checkpoint.sampler.generate(pipeline, checkpoint.sampler.prompt_kwargs(case.captions[1]), sampling)
         caption, references = case.captions[1], sample.references
-        row = sample.encode(encode_video, shape) | encoded_text(subject, encode_text, caption, references, shape)
+        row = sample.encode_sample(encode_video, shape) | encoded_text(
+            subject, encode_text, caption, references, shape
+        )
         batch = case.as_sampled({name: tensor[None] for name, tensor in row.items()}, sampling.seed)
         calls = [call for call in recorded if case.compared(call[0])]
         assert calls

@@ -42,7 +42,7 @@ def open_with(tiny_checkpoints: dict[str, Path], family: str, timesteps: dict[st
 
 
 def draw_timesteps(checkpoint: Checkpoint, rows: int = DRAWS) -> torch.Tensor:
-    draw = checkpoint.denoiser.draw_functions({"latent_mean": torch.zeros(rows, 4, 1, 1, 1)})["timestep"]
+    draw = checkpoint.denoiser.get_random_input_samplers({"latent_mean": torch.zeros(rows, 4, 1, 1, 1)})["timestep"]
     return draw(RandomStreams(3, range(rows))("timestep"))
 
 

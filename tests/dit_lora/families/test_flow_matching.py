@@ -45,9 +45,9 @@ def stored(tiny: Path) -> Checkpoint:
 
 def levels_of(checkpoint: Checkpoint, rows: int = 2000) -> torch.Tensor:
     batch = {"latent_mean": torch.zeros(rows, 32, 2, 2)}
-    return RandomStreams(0, range(rows)).draw_tensors(checkpoint.denoiser.draw_functions(batch), torch.device("cpu"))[
-        "timestep"
-    ]
+    return RandomStreams(0, range(rows)).draw_tensors(
+        checkpoint.denoiser.get_random_input_samplers(batch), torch.device("cpu")
+    )["timestep"]
 
 
 def test_a_recipe_without_a_schedule_trains_by_the_familys(tiny: Path, stored: Checkpoint) -> None:
@@ -80,7 +80,7 @@ def test_what_a_recipe_leaves_out_stays(tiny: Path, stored: Checkpoint) -> None:
 class Expert(SanaDenoiser):
     """Sana as if it were for high noise alone, and shifted by the size of its latents."""
 
-    def mu(self, size: torch.Size) -> float:
+    def compute_shift_mu(self, size: torch.Size) -> float:
         return 0.1 * size[-1]
 
 
@@ -127,7 +127,7 @@ def test_schedules_that_mean_nothing_are_refused(tiny: Path, stored: Checkpoint)
 class Inpainting(Conditioning):
     """The left column of the latents is given clean."""
 
-    def mask(self, batch: Any, random_tensors: Any) -> torch.Tensor:
+    def compute_conditioning_mask(self, batch: Any, random_tensors: Any) -> torch.Tensor:
         rows = batch["latent_mean"]
         conditioning_mask = torch.zeros(len(rows), 1, *rows.shape[2:])
         conditioning_mask[..., 0] = 1
@@ -152,7 +152,7 @@ def test_given_latents_stay_clean_and_no_loss_is_taken_there(stored: Checkpoint)
     }
     model, streams = Echo(), RandomStreams(0, [1, 2, 3])
     output = denoiser.losses(model, batch, streams)
-    random_inputs = streams.draw_tensors(denoiser.draw_functions(batch), torch.device("cpu"))
+    random_inputs = streams.draw_tensors(denoiser.get_random_input_samplers(batch), torch.device("cpu"))
     clean = denoiser.clean_latents(batch, random_inputs)
     assert torch.equal(model.seen[..., 0], clean[..., 0])
     level = random_inputs["timestep"].double().view(-1, 1, 1, 1)

@@ -153,8 +153,8 @@ def test_the_shift_is_the_pipelines_at_ten_sizes(
         mu = scales[-1]
         if FAMILY[variant] == "flux2":
             mu = pytest.approx(0.5 + (12 * step * (16 + 4 * step) - 256) * 0.65 / 3840)
-        assert checkpoint.denoiser.mu(size) == mu
-        shift = 1.0 if variant == "flux-schnell" else math.exp(checkpoint.denoiser.mu(size))
+        assert checkpoint.denoiser.compute_shift_mu(size) == mu
+        shift = 1.0 if variant == "flux-schnell" else math.exp(checkpoint.denoiser.compute_shift_mu(size))
         assert checkpoint.denoiser.compute_shift(size) == shift
     assert len(set(scales)) == 10
 
@@ -282,7 +282,7 @@ def test_reference_resolution_sets_flux2s_limit_in_training_and_in_samples(
 ) -> None:
     """Sides are multiples of 16; the stock pipeline's limit is 1024x1024."""
     opened = open_checkpoint(tiny_checkpoints["flux2-klein"])
-    checkpoint = opened.with_training_metadata({"reference_resolution": resolution})
+    checkpoint = opened.copy_with_training_metadata({"reference_resolution": resolution})
     shape = checkpoint.info.references.encoded_shape(1200, 1200, VideoShape(1, 64, 64))
     assert (shape.height, shape.width) == expected
     picture = Image.new("RGB", (1200, 1200), "red")

@@ -59,7 +59,7 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
     }
     noise = torch.randn(3, 15, 16, generator=generator)
     # Of the checkpoint's own density, as it is drawn.
-    sigma = checkpoint.denoiser.draw_functions(batch)["timestep"]([generator] * 3)
+    sigma = checkpoint.denoiser.get_random_input_samplers(batch)["timestep"]([generator] * 3)
     ahead = RandomInputs(0, (0, 1, 2), {"noise": noise, "timestep": sigma})
     with torch.no_grad():
         transformer = checkpoint.denoiser.load_transformer(torch.float32)

@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 
 from dit_lora.commands.caption import shorten_caption
 from dit_lora.config.data import VideoShape
-from dit_lora.families.captions import measure_template_limit
+from dit_lora.families.captions import compute_caption_token_limit
 from dit_lora.families.flux2.checkpoint import load_tokenizer
 
 
@@ -64,13 +64,13 @@ def test_the_chat_template_leaves_a_caption_the_room_that_is_said(
 def test_special_tokens_that_each_caption_is_counted_with_take_no_room(tiny_checkpoints: dict[str, Path]) -> None:
     """The template has its own beginning, and the tokenizer puts one before every text."""
     tokenizer = load_tokenizer(open_checkpoint(tiny_checkpoints["flux2-dev"]).info)
-    plain = measure_template_limit(Flux2Pipeline, tokenizer, 512)
+    plain = compute_caption_token_limit(Flux2Pipeline, tokenizer, 512)
     begin = (tokenizer.eos_token, tokenizer.eos_token_id)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"{begin[0]} $A", pair=f"{begin[0]} $A $B", special_tokens=[begin]
     )
     assert len(tokenizer("fish").input_ids) == 1 + len("fish")
-    limit = measure_template_limit(Flux2Pipeline, tokenizer, 512)
+    limit = compute_caption_token_limit(Flux2Pipeline, tokenizer, 512)
     assert limit.max_tokens == plain.max_tokens + 1
     fitting = "a" * plain.max_tokens
     assert shorten_caption(fitting, limit) == (fitting, False)

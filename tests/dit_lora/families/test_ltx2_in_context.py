@@ -42,7 +42,7 @@ def batch_of(checkpoint: Any) -> dict[str, torch.Tensor]:
     for caption in CAPTIONS:
         sample = DecodedSample(pixels_of(SHAPE, generator), references=(pixels_of(SHAPE, generator),))
         text = {name: tensor[0] for name, tensor in encode_text([caption]).items()}
-        rows.append(sample.encode(encode_video, SHAPE) | text)
+        rows.append(sample.encode_sample(encode_video, SHAPE) | text)
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
@@ -55,7 +55,7 @@ def test_our_loss_is_that_of_diffusers_transformer_on_the_videos_tokens(
     checkpoint = in_context(path, side)
     batch, streams = batch_of(checkpoint), RandomStreams(3, [1, 2, 3])
     batch[LOSS_MASK] = torch.rand(3, 2, 4, generator=torch.Generator().manual_seed(4))
-    random_inputs = streams.draw_tensors(checkpoint.denoiser.draw_functions(batch), CPU)
+    random_inputs = streams.draw_tensors(checkpoint.denoiser.get_random_input_samplers(batch), CPU)
     transformer: Any = LTX2VideoTransformer3DModel.from_pretrained(path, subfolder="transformer")
     clean, reference = (batch[name].flatten(2).mT for name in ("latent_mean", "reference_0"))
     assert reference.shape[1] == TOKENS // factor**2
@@ -166,7 +166,7 @@ def test_other_families_have_no_reference_clips(tiny_checkpoints: dict[str, Path
 
 def test_a_result_says_its_pipeline(tiny_checkpoints: dict[str, Path]) -> None:
     checkpoint = in_context(tiny_checkpoints["ltx-2.3"])
-    assert checkpoint.info.index_changes() == {"_class_name": "LTX2InContextPipeline"}
+    assert checkpoint.info.model_index_changes() == {"_class_name": "LTX2InContextPipeline"}
     assert checkpoint.info.training_metadata()["reference_resolution"] == 48
     assert checkpoint.info.training_metadata()["reference_downscale_factor"] == 2
     assert in_context(tiny_checkpoints["ltx-2.3"], None).info.training_metadata() == {"reference_downscale_factor": 1}

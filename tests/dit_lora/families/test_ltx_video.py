@@ -61,7 +61,7 @@ def test_frames_a_second_are_told_in_training_as_in_sampling(
     plain = opened(path, task)
     informed = plain.apply_recipe(recipe)
     assert (plain.info.frame_rate, informed.info.frame_rate) == (25, 12.5)
-    assert plain.with_training_metadata({"video": {"fps": 12.5}}) == informed
+    assert plain.copy_with_training_metadata({"video": {"fps": 12.5}}) == informed
     case = EVERY["ltx-video" if task == "t2v" else "ltx-video-i2v"]
     pixels, image = pixels_of(SHAPE, torch.Generator().manual_seed(3)), None
     if case.pictures:
@@ -128,7 +128,7 @@ def test_the_shift_is_the_pipelines_at_five_sizes(
         with pytest.raises(StopHereError):
             pipeline("a cat", **checkpoint.sampler.shape_kwargs(VideoShape(frames, height, width)))
         size = torch.Size([8, step + 1, 2 * step, 3])
-        assert checkpoint.denoiser.mu(size) == recorded[-1]
+        assert checkpoint.denoiser.compute_shift_mu(size) == recorded[-1]
         # The line through (1024, 0.95) and (4096, 2.05).
         line = 0.95 + (6 * step * (step + 1) - 1024) * 1.1 / 3072
         assert checkpoint.denoiser.compute_shift(size) == pytest.approx(math.exp(line))
@@ -233,7 +233,7 @@ def test_samples_without_their_image_are_trained_as_text_to_video(
     torch.testing.assert_close(always, text, rtol=1e-5, atol=0)
     assert (never - text).abs().min() > 1e-3
     half = dropping(0.5)
-    keep_mask = RandomStreams(6, [0, 1, 2]).draw_tensors(half.draw_functions(batch), CPU)["image_dropout"]
+    keep_mask = RandomStreams(6, [0, 1, 2]).draw_tensors(half.get_random_input_samplers(batch), CPU)["image_dropout"]
     assert keep_mask.any()
     assert not keep_mask.all()
     torch.testing.assert_close(losses(half), torch.where(keep_mask, never, text), rtol=1e-5, atol=0)
@@ -247,7 +247,7 @@ def test_no_loss_is_taken_where_the_image_stands(tiny_checkpoints: dict[str, Pat
     batch["image_latent_logvar"].fill_(-60)  # so that what is drawn is the mean
     transformer = checkpoint.denoiser.load_transformer(torch.float32)
     streams = RandomStreams(5, [0, 1, 2])
-    random_inputs = streams.draw_tensors(checkpoint.denoiser.draw_functions(batch), CPU)
+    random_inputs = streams.draw_tensors(checkpoint.denoiser.get_random_input_samplers(batch), CPU)
     tokens = 2 * 3  # of a frame
     with torch.no_grad():
         before = checkpoint.denoiser.losses(transformer, batch, streams).losses

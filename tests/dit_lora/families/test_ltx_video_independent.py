@@ -58,7 +58,7 @@ def losses_by_diffusers(
 def test_our_loss_is_that_of_diffusers_modules(tiny_checkpoints: dict[str, Path], task: Any) -> None:
     path, family = tiny_checkpoints["ltx-video"], get_family("ltx_video")
     opened = family.open(ModelConfig(family="ltx_video", path=str(path), task=task))
-    checkpoint = opened.with_training_metadata({"video": {"fps": 12.5}})
+    checkpoint = opened.copy_with_training_metadata({"video": {"fps": 12.5}})
     generator = torch.Generator().manual_seed(7)
     pixels = torch.stack([pixels_of(VideoShape(17, 64, 96), generator) for _ in CAPTIONS])
     encode_video = checkpoint.encoders.load_video_encoder(torch.float32, CPU)
@@ -66,7 +66,7 @@ def test_our_loss_is_that_of_diffusers_modules(tiny_checkpoints: dict[str, Path]
     rows = [encode_video(clip) for clip in pixels]
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]} | text
     streams = RandomStreams(3, [1, 2, 3])
-    random_inputs = dict(streams.draw_tensors(checkpoint.denoiser.draw_functions(batch), CPU))
+    random_inputs = dict(streams.draw_tensors(checkpoint.denoiser.get_random_input_samplers(batch), CPU))
     with torch.no_grad():
         ours = checkpoint.denoiser.losses(checkpoint.denoiser.load_transformer(torch.float32), batch, streams).losses
     theirs = losses_by_diffusers(path, task, pixels, random_inputs, 12.5)

@@ -65,8 +65,8 @@ def test_the_lora_recipe_takes_classes_of_ones_own_and_imagenets(tmp_path: Path)
     recipe = load_recipe(ROOT / "recipes" / "dit" / "xl2_256_lora.yaml", overrides)
     checkpoint = opened(recipe, tmp_path).apply_recipe(recipe)
     assert (
-        checkpoint.info.trained_classes.find_row("tabby cat"),
-        checkpoint.info.trained_classes.find_row("my dog"),
+        checkpoint.info.trained_classes.find_label_row("tabby cat"),
+        checkpoint.info.trained_classes.find_label_row("my dog"),
     ) == (281, 1001)
     assert checkpoint.info.pipeline_class.__module__.startswith("diffusers.")
     assert checkpoint.denoiser.should_train_variance
@@ -88,8 +88,8 @@ def test_the_cifar_recipe_builds_dit_s2_with_ten_classes(tmp_path: Path, monkeyp
     overrides = [f"run.dir={tmp_path / 'run'}"]
     recipe = load_recipe(ROOT / "recipes" / "dit" / "cifar10_scratch.yaml", overrides)
     checkpoint = opened(recipe, tmp_path).apply_recipe(recipe)
-    assert [checkpoint.info.trained_classes.find_row(name) for name in CIFAR10] == list(range(10))
-    assert checkpoint.info.trained_classes.null_row == 10
+    assert [checkpoint.info.trained_classes.find_label_row(name) for name in CIFAR10] == list(range(10))
+    assert checkpoint.info.trained_classes.null_label_row == 10
     with torch.device("meta"):
         config = {**checkpoint.info.transformer_config}
         transformer = DiTTransformer2DModel.from_config(config)

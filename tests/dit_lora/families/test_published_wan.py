@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from dit_lora.adapters.attach import attach_lora
 from dit_lora.config.data import VideoShape
-from dit_lora.config.experts import in_turn
+from dit_lora.config.experts import split_recipe_by_expert
 from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe import LoraConfig
 from dit_lora.errors import DitLoraError
@@ -35,13 +35,13 @@ SIZES = {
 RECIPES: dict[str, tuple[str, tuple[float, float], float, int]] = {
     "2.1_t2v_1.3b": ("Conditioning", (0, 1), 3, 32_760),
     "2.1_t2v_14b": ("Conditioning", (0, 1), 3, 32_760),
-    "2.1_i2v_14b": ("ConditionChannels", (0, 1), 3, 32_760),
-    "2.1_flf2v_14b": ("ConditionChannels", (0, 1), 16, 75_600),
+    "2.1_i2v_14b": ("MaskAndImageConditioning", (0, 1), 3, 32_760),
+    "2.1_flf2v_14b": ("MaskAndImageConditioning", (0, 1), 16, 75_600),
     "2.2_t2v_a14b_high": ("Conditioning", (0.875, 1), 3, 32_760),
     "2.2_t2v_a14b_low": ("Conditioning", (0, 0.875), 3, 32_760),
-    "2.2_i2v_a14b": ("ConditionChannels", (0.9, 1), 3, 32_760),
+    "2.2_i2v_a14b": ("MaskAndImageConditioning", (0.9, 1), 3, 32_760),
     "2.2_ti2v_5b_t2v": ("Conditioning", (0, 1), 5, 27_280),
-    "2.2_ti2v_5b_i2v": ("FirstFrame", (0, 1), 5, 27_280),
+    "2.2_ti2v_5b_i2v": ("FirstFrameConditioning", (0, 1), 5, 27_280),
 }
 
 
@@ -100,7 +100,7 @@ def test_its_recipe_fits_a_published_checkpoint(stem: str, tmp_path: Path) -> No
     for config in path.glob("*/config.json"):
         save_file({"none": torch.zeros(1)}, config.parent / "model.safetensors")
     model = recipe.model.model_copy(update={"path": str(path)})
-    turns = in_turn(recipe.model_copy(update={"model": model}))
+    turns = split_recipe_by_expert(recipe.model_copy(update={"model": model}))
     checkpoint = get_family("wan").open(turns[0].model, turns[0])
     assert type(checkpoint.denoiser.conditioning).__name__ == kind
     objective = checkpoint.denoiser.objective

@@ -259,7 +259,7 @@ def test_levels_are_shifted_by_tokens_as_the_pipeline_shifts_them(checkpoint: An
     for height, width in ((1024, 1024), (1328, 1328), (928, 1664)):
         tokens = height * width // 256
         size = torch.Size([16, 1, height // 8, width // 8])
-        assert checkpoint.denoiser.mu(size) == pytest.approx(0.5 + (tokens - 256) * 0.4 / 7936)
+        assert checkpoint.denoiser.compute_shift_mu(size) == pytest.approx(0.5 + (tokens - 256) * 0.4 / 7936)
     assert checkpoint.denoiser.objective.shift is None
 
 

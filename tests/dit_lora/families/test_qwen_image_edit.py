@@ -30,7 +30,7 @@ from dit_lora.families.qwen_image.picture_text import (
     max_image_tokens,
 )
 from dit_lora.planning.search import open_estimator
-from dit_lora.training.session.session import running
+from dit_lora.training.session.session import start_run_session
 from dit_lora.training.tasks.diffusion.precompute import DiffusionTrainingData, precompute
 
 VARIANTS = ("qwen-image-edit", "qwen-image-edit-plus")
@@ -64,7 +64,7 @@ def cached(recipe_values: dict[str, Any], tiny_checkpoints: dict[str, Path], tmp
         data_folders = {"path": str(tmp_path / "pairs"), "cache": str(tmp_path / "cache")}
         recipe = recipe_of(recipe_values, tiny_checkpoints[variant], **data_folders, **data)
         AcceleratorState._reset_state(reset_partial_state=True)
-        with running(recipe) as session:
+        with start_run_session(recipe) as session:
             checkpoint = get_family("qwen_image").open(recipe.model, recipe)
             return precompute(session, checkpoint)
 
@@ -214,9 +214,9 @@ def test_captions_have_the_room_that_is_said_and_are_never_cut(
 
 def test_references_are_refused_by_number_and_by_sides(tiny_checkpoints: dict[str, Path]) -> None:
     single, three = (open_at(tiny_checkpoints[variant]).info.references for variant in VARIANTS)
-    assert single.count_error(2) == "it has 2 references, and this model takes 1"
-    assert three.count_error(0) == "it has 0 references, and this model takes 1 to 3"
-    assert three.count_error(3) is None
+    assert single.reference_count_error(2) == "it has 2 references, and this model takes 1"
+    assert three.reference_count_error(0) == "it has 0 references, and this model takes 1 to 3"
+    assert three.reference_count_error(3) is None
     assert single.unsupported_reason(80, 640) is None
     assert single.unsupported_reason(640, 79) == "it is 79 x 640, and one side may be 8 times the other"
 

@@ -89,7 +89,7 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
     random_inputs = {
         "posterior": torch.randn(3, 16, 1, 6, 10, generator=g),
         "noise": torch.randn(3, 15, 64, generator=g),
-        "timestep": checkpoint.denoiser.draw_functions(batch)["timestep"]([g] * 3),
+        "timestep": checkpoint.denoiser.get_random_input_samplers(batch)["timestep"]([g] * 3),
     }
     pipe = DiffusionPipeline.from_pretrained(path, processor=load_processor(path))
     with torch.no_grad():

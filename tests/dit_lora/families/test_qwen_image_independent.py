@@ -58,7 +58,7 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
     posterior_noise = torch.randn(3, 16, 1, 6, 10, generator=generator)
     noise = torch.randn(3, 15, 64, generator=generator)
     # Of the checkpoint's own density, as it is drawn.
-    sigma = checkpoint.denoiser.draw_functions(batch)["timestep"]([generator] * 3)
+    sigma = checkpoint.denoiser.get_random_input_samplers(batch)["timestep"]([generator] * 3)
     random_inputs = {"posterior": posterior_noise, "noise": noise, "timestep": sigma}
     ahead = RandomInputs(0, (0, 1, 2), random_inputs)
     with torch.no_grad():

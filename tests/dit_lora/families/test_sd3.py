@@ -116,7 +116,7 @@ def test_a_scheduler_that_shifts_by_size_is_trained_with_the_pipelines_shift(
 ) -> None:
     tiny, size = tiny_checkpoints["sd3.5-large"], torch.Size([4, 6, 10])
     with pytest.raises(DitLoraError, match="does not shift by size; give a number"):
-        open_checkpoint(tiny).denoiser.mu(size)
+        open_checkpoint(tiny).denoiser.compute_shift_mu(size)
     assert open_checkpoint(tiny).denoiser.compute_shift(size) == 3
     file = "scheduler/scheduler_config.json"
     path = changed(tiny, tmp_path / "m", file, use_dynamic_shifting=True, base_shift=0.7)
@@ -133,9 +133,9 @@ def test_a_scheduler_that_shifts_by_size_is_trained_with_the_pipelines_shift(
     monkeypatch.setattr(pipeline.scheduler, "set_timesteps", set_timesteps)
     with pytest.raises(StopHereError):
         pipeline("a cat", **checkpoint.sampler.shape_kwargs(VideoShape(1, 48, 80)))
-    assert recorded == [checkpoint.denoiser.mu(size)]
+    assert recorded == [checkpoint.denoiser.compute_shift_mu(size)]
     # The line through (256, 0.7) and (4096, 1.15), at 15 tokens.
-    assert checkpoint.denoiser.mu(size) == pytest.approx(0.7 - 241 * 0.45 / 3840)
+    assert checkpoint.denoiser.compute_shift_mu(size) == pytest.approx(0.7 - 241 * 0.45 / 3840)
     assert checkpoint.denoiser.compute_shift(size) == math.exp(recorded[0])
 
 

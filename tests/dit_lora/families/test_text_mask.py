@@ -10,7 +10,7 @@ from torch import nn
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.data.loading.batch import Batch
 from dit_lora.families import get_family
-from dit_lora.families.captions import cut_text, text_bias
+from dit_lora.families.captions import build_text_attention_bias, trim_text_padding
 
 META = torch.device("meta")
 
@@ -28,11 +28,11 @@ class Asked(nn.Module):
 def test_the_bias_is_what_the_stock_transformers_make_of_a_mask(dtype: torch.dtype, kind: torch.dtype) -> None:
     mask = (torch.rand(9, 3, generator=torch.Generator().manual_seed(0)) > 0.4).to(kind).T
     assert not mask.is_contiguous()
-    bias = text_bias(mask, torch.zeros(3, 9, 4, dtype=dtype))
+    bias = build_text_attention_bias(mask, torch.zeros(3, 9, 4, dtype=dtype))
     assert bias is not None
     assert torch.equal(bias, ((1 - mask.to(dtype)) * -10000.0).unsqueeze(1))
     assert bias.dtype is dtype
-    assert text_bias(torch.ones(3, 9, dtype=kind), torch.zeros(3, 9, 4, dtype=dtype)) is None
+    assert build_text_attention_bias(torch.ones(3, 9, dtype=kind), torch.zeros(3, 9, 4, dtype=dtype)) is None
 
 
 def test_text_is_cut_to_the_longest_caption_of_the_batch() -> None:
@@ -41,7 +41,7 @@ def test_text_is_cut_to_the_longest_caption_of_the_batch() -> None:
     mask = torch.zeros(3, 9, dtype=torch.int64)
     for row, tokens in enumerate((2, 5, 1)):
         mask[row, :tokens] = 1
-    cut, kept_mask = cut_text(embeddings, mask)
+    cut, kept_mask = trim_text_padding(embeddings, mask)
     assert torch.equal(cut, embeddings[:, :5])
     assert cut.data_ptr() == embeddings.data_ptr()
     assert kept_mask is not None
@@ -52,7 +52,7 @@ def test_pads_in_the_middle_are_left_out_where_no_caption_has_a_token() -> None:
     embeddings = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(2)).transpose(0, 1)
     embeddings = embeddings.transpose(0, 1)
     mask = torch.tensor([[1, 1, 0, 0, 0, 1], [1, 0, 0, 1, 0, 1]], dtype=torch.bool)
-    cut, kept_mask = cut_text(embeddings, mask)
+    cut, kept_mask = trim_text_padding(embeddings, mask)
     assert torch.equal(cut, embeddings[:, [0, 1, 3, 5]])
     assert kept_mask is not None
     assert torch.equal(kept_mask, mask[:, [0, 1, 3, 5]])
@@ -63,7 +63,7 @@ def test_captions_of_one_length_need_no_mask() -> None:
     for columns in ([0, 1, 2], [0, 2, 5], list(range(6))):
         mask = torch.zeros(2, 6, dtype=torch.int64)
         mask[:, columns] = 1
-        cut, kept_mask = cut_text(embeddings, mask)
+        cut, kept_mask = trim_text_padding(embeddings, mask)
         assert torch.equal(cut, embeddings[:, columns])
         assert kept_mask is None
 

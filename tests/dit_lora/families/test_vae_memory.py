@@ -82,17 +82,17 @@ def test_tiles_that_do_not_fit_are_refused_with_the_sizes(tiny_checkpoints: dict
     sizes = [(32, 48), (64, 96), (64, 80)]
     config = read_component_config(tiny_checkpoints["cogvideox-5b"], "vae")
     with pytest.raises(DitLoraError, match="tiles of AutoencoderKLCogVideoX") as error:
-        TILED.require_supported("tiny", config, sizes)
+        TILED.require_tiling_support("tiny", config, sizes)
     assert str(error.value).splitlines()[1:] == ["  - 64x96", "  - 64x80"]
-    SLICED.require_supported("tiny", config, sizes)
-    PLAIN_VAE.require_supported("tiny", config, sizes)
-    TILED.require_supported("tiny", read_component_config(in_tiles, "vae"), sizes)
+    SLICED.require_tiling_support("tiny", config, sizes)
+    PLAIN_VAE.require_tiling_support("tiny", config, sizes)
+    TILED.require_tiling_support("tiny", read_component_config(in_tiles, "vae"), sizes)
 
 
 def test_a_vae_without_them_is_refused() -> None:
     config: dict[str, Any] = {"_class_name": "VQModel"}
     both = r"data.vae_tiling, data.vae_slicing: VQModel, the VAE of old, cannot"
     with pytest.raises(DitLoraError, match=both):
-        VaeMemory(tiling=True, slicing=True).require_supported("old", config, [(64, 64)])
+        VaeMemory(tiling=True, slicing=True).require_tiling_support("old", config, [(64, 64)])
     with pytest.raises(DitLoraError, match=r"^data.vae_slicing: VQModel"):
-        SLICED.require_supported("old", config, [(64, 64)])
+        SLICED.require_tiling_support("old", config, [(64, 64)])

@@ -23,7 +23,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
 from dit_lora.families.video_dit.tiny import CLASSES
-from dit_lora.numerics.streams import RandomStreams, draw_integers, normal
+from dit_lora.numerics.streams import RandomStreams, draw_integers, draw_normal_noise
 
 CPU = torch.device("cpu")
 VARIANTS = {"video-dit-class": "video_dit", "video-dit-text": "video_dit", "latte": "latte"}
@@ -61,8 +61,8 @@ def test_losses_are_the_noise_and_the_bound_of_the_variance(tiny_checkpoints: Ti
         at, before = (x.view(-1, 1, 1, 1, 1) for x in (total[t], total[t - 1]))
         size = batch["latent_mean"].shape[1:]
         mean, logvar = batch["latent_mean"].double(), batch["latent_logvar"].double()
-        clean = 0.18215 * (mean + (logvar / 2).exp() * normal(size, streams("posterior")))
-        noise = normal(size, streams("noise")).double()
+        clean = 0.18215 * (mean + (logvar / 2).exp() * draw_normal_noise(size, streams("posterior")))
+        noise = draw_normal_noise(size, streams("noise")).double()
         noisy = at.sqrt() * clean + (1 - at).sqrt() * noise
         with torch.no_grad():
             network = checkpoint.denoiser.predict(transformer, noisy.float(), t, batch).double()
@@ -197,7 +197,7 @@ def test_from_scratch_the_classes_are_those_of_the_data(
     assert model.class_embed.weight.shape == (4, 32)
     assert not model.proj_out.weight.any()  # as DiT starts
     labels = {"0": "Apply Eye Makeup", "1": "Yo Yo", "2": "red disc"}
-    assert checkpoint.info.index_changes() == {"id2label": labels}
+    assert checkpoint.info.model_index_changes() == {"id2label": labels}
     values["model"]["from_scratch"] = {"num_classes": 2}
     recipe = parse_recipe(values, "test")
     with pytest.raises(DitLoraError, match="num_classes is 2, and the data has 3 classes"):
@@ -221,7 +221,7 @@ def test_full_training_adds_the_datas_classes_behind_the_old_ones(
     for row in (6, 7, 8):
         assert torch.equal(new.class_embed.weight[row], old.class_embed.weight[6])
     assert new.config.num_classes == 8
-    reopened: Any = family.open(recipe.model, index=checkpoint.info.index_changes())
+    reopened: Any = family.open(recipe.model, index=checkpoint.info.model_index_changes())
     assert reopened.info.trained_classes == checkpoint.info.trained_classes
 
 
@@ -386,7 +386,7 @@ def test_without_a_learned_variance_there_is_no_bound(tiny_checkpoints: Tiny, re
     batch = batch_of(checkpoint, ["a", "b"])
     transformer = checkpoint.denoiser.load_transformer(torch.float32)
     losses = checkpoint.denoiser.losses(transformer, batch, RandomStreams(0, [1, 2])).losses
-    noise = normal(batch["latent_mean"].shape[1:], RandomStreams(0, [1, 2])("noise"))
+    noise = draw_normal_noise(batch["latent_mean"].shape[1:], RandomStreams(0, [1, 2])("noise"))
     torch.testing.assert_close(losses, noise.square().flatten(1).mean(1))  # the output starts at zero
     values["train"]["vlb"] = True
     recipe = parse_recipe(values, "test")

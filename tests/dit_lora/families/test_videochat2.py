@@ -17,7 +17,7 @@ from dit_lora.families.videochat2.checkpoint import VideoChat2Checkpoint
 from dit_lora.families.videochat2.tiny import VARIANTS
 from dit_lora.models.videochat2.configuration import VideoChat2Config
 from dit_lora.models.videochat2.tokenizer import load_tokenizer
-from dit_lora.models.videochat2.vision import VideoChat2VisionEncoder, position_table
+from dit_lora.models.videochat2.vision import VideoChat2VisionEncoder, build_position_table
 
 ASKED = Conversation("a", "video", None, (Turn("What is it?", "A ball."),))
 CONTROL = {
@@ -37,7 +37,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VideoChat2Checkp
 
 
 def prompt(checkpoint: VideoChat2Checkpoint, one: Conversation = ASKED) -> str:
-    rendered = checkpoint.render(one, checkpoint.shape("video", 32, 32), (0.25, 0.5))
+    rendered = checkpoint.tokenize_conversation(one, checkpoint.shape("video", 32, 32), (0.25, 0.5))
     ids = [token for piece in rendered.pieces if piece.part != "media" for token in piece.ids]
     return str(checkpoint.tokenizer.decode(ids))
 
@@ -52,10 +52,10 @@ def test_seconds_are_said_where_the_originals_training_says_them(
         checkpoint.vision_settings,
         replace(checkpoint.vision_settings, timestamps=None),
     ):
-        has_seconds = "2 frames sampled at 0.2, 0.5 seconds" in prompt(checkpoint.with_vision_settings(settings))
+        has_seconds = "2 frames sampled at 0.2, 0.5 seconds" in prompt(checkpoint.copy_with_vision_settings(settings))
         assert has_seconds is (name == "vicuna")
     for is_given in (True, False):
-        chosen = checkpoint.with_vision_settings(replace(checkpoint.vision_settings, timestamps=is_given))
+        chosen = checkpoint.copy_with_vision_settings(replace(checkpoint.vision_settings, timestamps=is_given))
         assert ("seconds" in prompt(chosen)) is is_given
 
 
@@ -82,7 +82,7 @@ def _saying(answer: str) -> Conversation:
 
 def test_pictures_are_normalised_as_imagenet(tiny: dict[str, VideoChat2Checkpoint]) -> None:
     batch = {"input_ids": torch.tensor([[1]]), "pixels": torch.full((1, 1, 3, 1, 1), 255)}
-    pixel_values = tiny["mistral"].inputs(batch)["pixel_values"].flatten()
+    pixel_values = tiny["mistral"].build_model_inputs(batch)["pixel_values"].flatten()
     expected = (1 - torch.tensor((0.485, 0.456, 0.406))) / torch.tensor((0.229, 0.224, 0.225))
     torch.testing.assert_close(pixel_values, expected)
 
@@ -97,7 +97,7 @@ def test_legacy_answers_embed_the_beginning_of_text_as_its_id(
     model.model.language_model.register_forward_pre_hook(
         lambda _m, _a, kwargs: embeddings.append(kwargs["inputs_embeds"]), with_kwargs=True
     )
-    rendered = checkpoint.render(replace(ASKED, kind="text"), None, include_answer=False)
+    rendered = checkpoint.tokenize_conversation(replace(ASKED, kind="text"), None, include_answer=False)
     checkpoint.answer(model, rendered, None, 1)
     assert torch.equal(embeddings[0][0, 0], torch.ones(48))
 
@@ -117,7 +117,7 @@ def test_positions_are_resized_but_at_the_pretrained_size() -> None:
         encoder.patch_embed.proj.bias.zero_()
         encoder(torch.zeros(1, 8, 3, size, size))
         cpu = torch.device("cpu")
-        assert torch.equal(recorded[0][0], position_table(8, side, 8, 4, cpu, pretrained))
+        assert torch.equal(recorded[0][0], build_position_table(8, side, 8, 4, cpu, pretrained))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "videochat2", None])

@@ -60,12 +60,12 @@ def for_recipe(path: Path, **sections: Any) -> Any:
     [
         ("wan-2.1-t2v", {}, "Conditioning"),
         ("wan-2.1-t2v", {"task": "t2v"}, "Conditioning"),
-        ("wan-2.1-i2v", {"task": "i2v"}, "ConditionChannels"),
-        ("wan-2.1-flf2v", {}, "ConditionChannels"),
-        ("wan-2.2-i2v-a14b", {"part": "transformer_2"}, "ConditionChannels"),
+        ("wan-2.1-i2v", {"task": "i2v"}, "MaskAndImageConditioning"),
+        ("wan-2.1-flf2v", {}, "MaskAndImageConditioning"),
+        ("wan-2.2-i2v-a14b", {"part": "transformer_2"}, "MaskAndImageConditioning"),
         ("wan-2.2-ti2v-5b", {}, "Conditioning"),
         ("wan-2.2-ti2v-5b", {"task": "t2v"}, "Conditioning"),
-        ("wan-2.2-ti2v-5b", {"task": "i2v"}, "FirstFrame"),
+        ("wan-2.2-ti2v-5b", {"task": "i2v"}, "FirstFrameConditioning"),
     ],
 )
 def test_the_files_say_the_kind_and_not_the_name(
@@ -75,9 +75,9 @@ def test_the_files_say_the_kind_and_not_the_name(
     unnamed.symlink_to(tiny_checkpoints[variant])
     checkpoint = opened(unnamed, **model)
     assert type(checkpoint.denoiser.conditioning).__name__ == kind
-    chosen = kind == "FirstFrame"
+    chosen = kind == "FirstFrameConditioning"
     expected = {"_class_name": "WanImageToVideoPipeline"} if chosen else {}
-    assert checkpoint.info.index_changes() == expected
+    assert checkpoint.info.model_index_changes() == expected
 
 
 @pytest.mark.parametrize(("variant", "boundary"), [("wan-2.2-t2v-a14b", 0.875), ("wan-2.2-i2v-a14b", 0.9)])
@@ -88,7 +88,9 @@ def test_each_expert_draws_in_its_own_range_alone(
     """And with the shape that the whole density has there, cut after the shift."""
     checkpoint = opened(tiny_checkpoints[variant], part=part)
     batch = {"latent_mean": torch.zeros(ROWS, 16, 1, 1, 1)}
-    sigmas = RandomStreams(0, range(ROWS)).draw_tensors(checkpoint.denoiser.draw_functions(batch), CPU)["timestep"]
+    sigmas = RandomStreams(0, range(ROWS)).draw_tensors(checkpoint.denoiser.get_random_input_samplers(batch), CPU)[
+        "timestep"
+    ]
     high = part == "transformer"
     # As the pipeline decides between them.
     assert ((1000 * sigmas >= boundary * 1000) == high).all()
@@ -263,7 +265,7 @@ def test_a_run_says_that_ftfy_is_missing(tiny_checkpoints: dict[str, Path], monk
         for module in (text_to_video, captions_module):
             monkeypatch.setattr(module, "is_ftfy_available", lambda is_available=is_installed: is_available)
         checkpoint = for_recipe(path)
-        messages.append([checkpoint.encoders.note_captions([caption]) for caption in captions])
+        messages.append([checkpoint.encoders.list_caption_warnings([caption]) for caption in captions])
         facts.append(checkpoint.encoders.text_cache_key())
     assert [len(lines) for lines in messages[0]] == [0, 1, 1]
     assert "pip install ftfy" in messages[0][1][0]
@@ -345,12 +347,12 @@ def test_samples_without_their_image_are_trained_as_text_to_video(
     assert (never - text).abs().min() > 1e-3
     # At a half each sample is one or the other.
     half = for_recipe(path, **i2v, data={"image_dropout": 0.5})
-    keep_mask = RandomStreams(5, [0, 1, 2]).draw_tensors(half.draw_functions(batch), CPU)["image_dropout"]
+    keep_mask = RandomStreams(5, [0, 1, 2]).draw_tensors(half.get_random_input_samplers(batch), CPU)["image_dropout"]
     expected = torch.where(keep_mask, never, text)
     torch.testing.assert_close(losses(half), expected, rtol=1e-5, atol=0)
     many = {name: tensor[:1].expand(ROWS, *tensor.shape[1:]) for name, tensor in batch.items()}
     random_inputs = RandomStreams(5, range(ROWS)).draw_tensors(
-        {"image_dropout": half.draw_functions(many)["image_dropout"]}, CPU
+        {"image_dropout": half.get_random_input_samplers(many)["image_dropout"]}, CPU
     )
     assert random_inputs["image_dropout"].float().mean().item() == pytest.approx(0.5, abs=0.03)
 
@@ -362,7 +364,7 @@ def test_no_loss_is_taken_where_the_image_stands(tiny_checkpoints: dict[str, Pat
     batch = encoded_batch(open_subject(EVERY["wan-2.2-ti2v-5b-i2v"], path))
     transformer = checkpoint.denoiser.load_transformer(torch.float32)
     streams = RandomStreams(5, [0, 1, 2])
-    random_inputs = streams.draw_tensors(checkpoint.denoiser.draw_functions(batch), CPU)
+    random_inputs = streams.draw_tensors(checkpoint.denoiser.get_random_input_samplers(batch), CPU)
     with torch.no_grad():
         before = checkpoint.denoiser.losses(transformer, batch, streams).losses
         clean = checkpoint.denoiser.clean_latents(batch, random_inputs)

@@ -23,7 +23,7 @@ from dit_lora.fuse import attention
 from dit_lora.fuse.attention import (
     MASKLESS_BACKENDS,
     TRAINABLE_BACKENDS,
-    Recomputable,
+    RecomputableTensor,
     attend,
     project_output,
     require_backend,
@@ -282,7 +282,7 @@ def test_what_is_computed_again_is_freed_and_has_the_same_gradient() -> None:
 
     def step(*, kept: bool) -> tuple[weakref.ref[torch.Tensor], torch.Tensor]:
         normed = make()
-        with nullcontext() if kept else Recomputable(normed, make).skip_saving():
+        with nullcontext() if kept else RecomputableTensor(normed, make).skip_saving_activation():
             return weakref.ref(normed), Scale.apply(normed, weight)
 
     outputs = []
@@ -304,7 +304,7 @@ def test_under_checkpointing_nothing_is_computed_twice_for_it() -> None:
     def block(x: torch.Tensor) -> torch.Tensor:
         calls.append(1)
         normed = x.sin()
-        with Recomputable(normed, lambda: calls.append(2) or x.sin()).skip_saving():
+        with RecomputableTensor(normed, lambda: calls.append(2) or x.sin()).skip_saving_activation():
             return Scale.apply(normed, weight)
 
     checkpoint(block, source, use_reentrant=False).sum().backward()
@@ -315,7 +315,7 @@ def test_counting_hooks_see_what_is_saved_beside_it() -> None:
     normed, weight = torch.randn(2, 300, 4), torch.ones(4, requires_grad=True)
 
     def run() -> torch.Tensor:
-        with Recomputable(normed, normed.clone).skip_saving():
+        with RecomputableTensor(normed, normed.clone).skip_saving_activation():
             return Scale.apply(normed, weight)
 
     assert saved_bytes(run) == weight.nbytes

@@ -156,7 +156,7 @@ def test_a_plan_for_a_gpu_counts_it(recipe_values: dict[str, Any]) -> None:
         recipe = parse_recipe(recipe_values | {"kernels": {"fp8": mode}}, "test")
         subject = open_estimator(recipe, is_gpu=True)
         frozen.append(subject.count_weights(recipe).frozen_bytes)
-    layers = [m for m in subject.get_model(recipe).modules() if isinstance(m, LoraLayer)]
+    layers = [m for m in subject.get_meta_model(recipe).modules() if isinstance(m, LoraLayer)]
     shapes = [layer.base_layer.weight.shape for layer in layers]
     assert frozen[1] - frozen[0] == sum(2 * s.numel() + 4 * sum(s) for s in shapes) > 0
 

@@ -13,7 +13,7 @@ from lora_layers import BF16, PATCH, Attention, assert_close, build, counted, fu
 from torch import Tensor, nn
 
 from dit_lora.fuse import lora
-from dit_lora.fuse.patches import Fusion, patch_forward
+from dit_lora.fuse.patches import FusedModelState, patch_forward
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
@@ -166,7 +166,7 @@ def test_what_is_not_the_plain_case_runs_pefts_own_forward(
     model.shared = False
     assert lora.find_lora_problem(model.q) == reason
     theirs = step(model, inputs())
-    fusion = Fusion({lora.OP: True})
+    fusion = FusedModelState({lora.OP: True})
     for name in ("q", "k", "v"):  # as if it had been the plain case when the model was fused
         always = PATCH.__class__(PATCH.target_class, PATCH.op, PATCH.forward)
         patch_forward(name, getattr(model, name), fusion, always)
@@ -229,7 +229,7 @@ def test_hooks_on_the_layer_itself_are_called() -> None:
     assert len(recorded) == 1
     handle.remove()
     with model.k.register_forward_pre_hook(lambda _m, args: (2 * args[0],)):
-        assert torch.equal(lora.project((model.q, model.k), x)[1], model.k(x))
+        assert torch.equal(lora.project_linear_layers((model.q, model.k), x)[1], model.k(x))
     assert not [m for m in (model.q, model.k, model.v) if lora._OUTPUT_ATTRIBUTE in vars(m)]
     calls: list[int] = []
     forward = model.v.forward
@@ -244,5 +244,5 @@ def test_project_calls_what_is_not_lora() -> None:
     fused(model)
     stock.shared = False
     assert_close(step(model, x), step(stock, x))
-    (projected,) = lora.project((model.q,), x)
+    (projected,) = lora.project_linear_layers((model.q,), x)
     torch.testing.assert_close(projected, stock.q(x))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dit_lora.fuse import lora
-from dit_lora.fuse.patches import Fusion, patch_forward
+from dit_lora.fuse.patches import FusedModelState, patch_forward
 from dit_lora.fuse.registry import FORWARDS
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -40,8 +40,8 @@ def build(kind: str, dtype: torch.dtype) -> Projections:
     return peft.inject_adapter_in_model(config, model)
 
 
-def fused(model: Projections) -> Fusion:
-    fusion = Fusion({lora.OP: True})
+def fused(model: Projections) -> FusedModelState:
+    fusion = FusedModelState({lora.OP: True})
     for name in ("k", "v"):
         layer = getattr(model, name)
         (patch,) = [p for p in FORWARDS if p.target_class == f"peft.tuners.lora.bnb.{type(layer).__name__}"]
@@ -82,7 +82,7 @@ def test_the_same_layers(kind: str, dtype: torch.dtype, shared: bool) -> None:
     assert fused(model).skipped_modules == []
     x = torch.randn(2, 7, 64, device=DEVICE).to(dtype).requires_grad_()
     with torch.autocast(DEVICE, dtype, enabled=dtype is not torch.float32):
-        ours = step(model, x, lora.project((model.k, model.v), x) if shared else model(x))
+        ours = step(model, x, lora.project_linear_layers((model.k, model.v), x) if shared else model(x))
         theirs = step(stock, x, stock(x))
     assert [t.dtype for t in ours] == [t.dtype for t in theirs]
     exact_x = x.detach().double().requires_grad_()
@@ -98,7 +98,7 @@ def test_an_empty_batch_and_no_gradient(kind: str) -> None:
     model = build(kind, torch.bfloat16)
     fused(model)
     x = torch.randn(0, 64, device=DEVICE, dtype=torch.bfloat16)
-    assert [y.shape for y in lora.project((model.k, model.v), x)] == [(0, 64), (0, 128)]
+    assert [y.shape for y in lora.project_linear_layers((model.k, model.v), x)] == [(0, 64), (0, 128)]
     x = torch.randn(3, 64, device=DEVICE, dtype=torch.bfloat16)
     with torch.no_grad():
         assert [y.shape for y in model(x)] == [(3, 64), (3, 128)]

@@ -47,7 +47,7 @@ def test_saved_bytes_are_half_of_pefts() -> None:
             lowered_tensors = [t for cast in casts.CAST_CACHE.values() for t in cast.factors]
 
             def run(m: Attention = module) -> tuple[Tensor, ...]:
-                return lora.project((m.q, m.k, m.v), x)
+                return lora.project_linear_layers((m.q, m.k, m.v), x)
 
             outputs.append(saved_bytes(run, besides=[*module.parameters(), *lowered_tensors]))
     ours, theirs = outputs
@@ -76,7 +76,7 @@ def test_casts_are_made_once_and_never_missed() -> None:
     third = cast()
     assert third is not second
     a.data.mul_(2)  # no trace
-    casts.refresh_casts(model)
+    casts.refresh_lora_casts(model)
     assert torch.equal(cast(), a.bfloat16())
     a.data = a.data.clone()
     assert cast() is not third
@@ -147,7 +147,7 @@ class Shared(nn.Module):
         self.layers = layers
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return lora.project(list(self.layers), x)
+        return lora.project_linear_layers(list(self.layers), x)
 
 
 def adapted() -> Attention:
@@ -168,7 +168,7 @@ def test_casts_are_renewed_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_foreach_copy_", lambda *args: copies.append(1) or real(*args))
     model.k.lora_A["default"].weight.data.mul_(3)  # no trace
     model.v.lora_B["default"].weight.data.mul_(3)
-    casts.refresh_casts(model)
+    casts.refresh_lora_casts(model)
     assert len(copies) == 2  # all A, all B
     for layer in layers_of(model):
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
@@ -184,12 +184,12 @@ def test_casts_are_renewed_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_casts_that_no_forward_took_are_not_renewed() -> None:
     model, other_model = adapted(), adapted()
-    casts.refresh_casts(model)
+    casts.refresh_lora_casts(model)
     assert set(casts.CAST_CACHE) == set(layers_of(model))  # the other's are forgotten
     model.q(inputs(BF16))
-    casts.refresh_casts(model)
+    casts.refresh_lora_casts(model)
     assert set(casts.CAST_CACHE) == {model.q}
-    casts.refresh_casts(other_model)
+    casts.refresh_lora_casts(other_model)
     assert not casts.CAST_CACHE
 
 
@@ -202,7 +202,7 @@ def test_parameters_that_are_elsewhere_are_not_renewed() -> None:
     replaced.weight = sharded
     emptied = model.k.lora_B["default"].weight
     storage, emptied.data = emptied.data, torch.empty(0)
-    casts.refresh_casts(model)
+    casts.refresh_lora_casts(model)
     assert set(casts.CAST_CACHE) == {model.v, model.out}
     replaced.weight, emptied.data = unsharded, storage
     assert all(map(torch.equal, step(model, x), expected))
@@ -213,7 +213,7 @@ def test_a_forward_leaves_the_casts_of_one_before_to_its_backward() -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
     expected = step(model, x)[2:]
     first_output = model(x)
-    casts.refresh_casts(model)
+    casts.refresh_lora_casts(model)
     model(x)
     grads = torch.autograd.grad(first_output.float().square().sum(), trained)
     assert all(map(torch.equal, grads, expected))
@@ -222,15 +222,15 @@ def test_a_forward_leaves_the_casts_of_one_before_to_its_backward() -> None:
 def test_layers_without_hooks_are_not_called_and_hooks_see_every_call() -> None:
     model, x = adapted(), inputs(BF16)
     recorded: list[Tensor] = []
-    expected = lora.project((model.q, model.k, model.v), x)
+    expected = lora.project_linear_layers((model.q, model.k, model.v), x)
     handle = model.k.register_forward_hook(lambda _module, _args, y: recorded.append(y))
-    actual = lora.project((model.q, model.k, model.v), x)
+    actual = lora.project_linear_layers((model.q, model.k, model.v), x)
     assert len(recorded) == 1
     assert recorded[0] is actual[1]
     handle.remove()
     everywhere = nn.modules.module.register_module_forward_hook(lambda *_: recorded.append(x))
     try:
-        actual = lora.project((model.q, model.k, model.v), x)
+        actual = lora.project_linear_layers((model.q, model.k, model.v), x)
     finally:
         everywhere.remove()
     assert len(recorded) >= 4

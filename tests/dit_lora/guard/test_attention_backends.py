@@ -18,7 +18,7 @@ from dit_lora.guard.attention_backends import (
     TOLERANCE,
     Attention,
     AttentionCall,
-    Mask,
+    AttentionMaskLayout,
     TensorLayout,
     measure_backend_parity,
     record_attention_calls,
@@ -148,7 +148,10 @@ def test_one_key_has_no_gradient_to_compare_with_and_passes() -> None:
 def test_grouped_queries_and_a_wider_value_are_compared_too() -> None:
     call = recorded()
     assert measure_backend_parity(
-        replace(call, key=call.key.limit_heads(2), value=call.value.limit_heads(2)), "math"
+        replace(
+            call, key=call.key.keep_one_sample_and_few_heads(2), value=call.value.keep_one_sample_and_few_heads(2)
+        ),
+        "math",
     ).is_accurate
     wide = TensorLayout((3, 4, 37, 24), (37 * 24 * 4, 37 * 24, 24, 1))
     assert measure_backend_parity(replace(call, value=wide), "math").is_accurate
@@ -224,7 +227,7 @@ def test_a_backend_that_gives_nan_for_an_empty_row_is_found_and_only_where_there
     assert not result.is_accurate
     assert measure_backend_parity(recorded(attn_mask=padding_mask(empty=False)), "math", attention=eager).is_accurate
     layout = TensorLayout((3, 4, 1, 16), (64, 16, 16, 1))
-    mask = Mask(TensorLayout((46, 1), (1, 1)), torch.bool, min_value=0.0, has_empty_row=False)
+    mask = AttentionMaskLayout(TensorLayout((46, 1), (1, 1)), torch.bool, min_value=0.0, has_empty_row=False)
     call = replace(recorded(), key=layout, value=layout, mask=mask)
     assert measure_backend_parity(call, "math", attention=eager).is_accurate
 

@@ -19,7 +19,7 @@ from diagnoses import (
 )
 
 from dit_lora.guard.diagnosis import DiagnosisContext
-from dit_lora.guard.frozen_weights import FrozenRecord
+from dit_lora.guard.frozen_weights import FrozenWeightDigests
 from dit_lora.guard.replay import MicroBatch
 
 
@@ -157,7 +157,7 @@ def test_frozen_weights_and_buffers_with_other_bits_than_at_the_start_are_named(
         ("the frozen weight base.bias", model.base.bias.data, lambda bias: bias + 1e30),
     ]
     for pattern, values, change in changes:
-        record, original = FrozenRecord(model), values.clone()
+        record, original = FrozenWeightDigests(model), values.clone()
         assert record.describe_changes() == []
         values.copy_(change(original))
         model.block.fault = fails

@@ -17,8 +17,8 @@ from torch.profiler import profile
 
 from dit_lora.errors import DitLoraError
 from dit_lora.guard.fallbacks import (
-    choose_cudnn,
     convert_to_fp32,
+    enable_cudnn_unless_masked,
     find_fallback,
     list_attention_fallbacks,
     list_compile_fallbacks,
@@ -60,7 +60,7 @@ def test_cudnn_attends_on_a_gpu_for_models_without_masks(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     for before in (False, True):
         cuda.enable_cudnn_sdp(before)
-        choose_cudnn(masked=masked)
+        enable_cudnn_unless_masked(masked=masked)
         assert cuda.cudnn_sdp_enabled() == (gpu and not masked)
 
 

@@ -68,7 +68,7 @@ def test_peaks_are_those_of_a_hook_of_ones_own(transformer: nn.Module, forward: 
     monitor = Monitor(transformer, interval_steps=1)
     with monitor.record_outputs():
         forward()
-    statistics = monitor.collect()
+    statistics = monitor.collect_module_statistics()
     assert len(recorded) == 3
     for name, peak in recorded.items():
         assert statistics[name]["abs_max"] == rounded(peak)
@@ -85,7 +85,7 @@ def test_the_largest_of_several_passes_counts_and_a_nan_is_larger(values: tuple[
     with monitor.record_outputs():
         for value in values:
             model(torch.tensor([0.0, value]))
-    statistics = monitor.collect()["0"]
+    statistics = monitor.collect_module_statistics()["0"]
     assert statistics["abs_max"] == pytest.approx(peak, nan_ok=True)
     assert ("headroom" in statistics) == (peak > 0)
 
@@ -104,7 +104,7 @@ def test_of_outputs_in_several_dtypes_the_largest_counts_and_the_least_headroom(
     ):
         with monitor.record_outputs():
             model[0](torch.tensor([x]), torch.tensor([y]))
-        statistics = monitor.collect()["0"]
+        statistics = monitor.collect_module_statistics()["0"]
         assert statistics["abs_max"] == pytest.approx(peak, nan_ok=True)
         assert statistics.get("headroom") == (100.0 if y == 655.0 else None)
 
@@ -115,7 +115,7 @@ def test_norms_of_bf16_gradients_are_fp32() -> None:
     monitor = Monitor(model, interval_steps=1)
     monitor.record_gradient_norms()
     exact = model[0].weight.grad.double().norm().item()
-    assert monitor.collect()["0"]["grad_norm"] == rounded(exact)
+    assert monitor.collect_module_statistics()["0"]["grad_norm"] == rounded(exact)
 
 
 def test_blocks_and_leaves_are_watched_and_a_lora_layer_is_one_of_them(
@@ -124,7 +124,7 @@ def test_blocks_and_leaves_are_watched_and_a_lora_layer_is_one_of_them(
     monitor = Monitor(transformer, interval_steps=1)
     with monitor.record_outputs():
         forward()
-    statistics = monitor.collect()
+    statistics = monitor.collect_module_statistics()
     assert {TO_Q, "transformer_blocks.0", "proj_out", "transformer_blocks.0.ff.net.0"} <= set(statistics)
     assert not any("lora_" in name or "base_layer" in name for name in statistics)
     assert not {"", "transformer_blocks.0.attn1", "transformer_blocks.0.norm1"} & set(statistics)
@@ -148,7 +148,7 @@ def test_gradient_checkpointing_changes_no_peak(transformer: nn.Module, forward:
     for _ in range(2):
         with monitor.record_outputs():
             forward().square().mean().backward()
-        collected.append(monitor.collect())
+        collected.append(monitor.collect_module_statistics())
         transformer.enable_gradient_checkpointing()
     assert collected[0] == collected[1]
 
@@ -159,7 +159,7 @@ def test_gradient_norms_join_a_and_b_and_are_those_of_a_loop(
     forward().square().mean().backward()
     monitor = Monitor(transformer, interval_steps=1)
     monitor.record_gradient_norms()
-    statistics = monitor.collect()
+    statistics = monitor.collect_module_statistics()
     squares: dict[str, float] = {}
     for name, parameter in transformer.named_parameters():
         if parameter.grad is not None:
@@ -185,7 +185,9 @@ def test_the_update_ratio_is_that_of_saved_copies(transformer: nn.Module, forwar
     change = torch.cat([(p - old).flatten() for p, old in zip(parts, before, strict=True)]).norm()
     weight = torch.cat([p.flatten() for p in parts]).norm()
     assert len(parts) == 2
-    assert monitor.collect()[TO_Q] == {"update_ratio": pytest.approx((change / weight).item(), rel=1e-3)}
+    assert monitor.collect_module_statistics()[TO_Q] == {
+        "update_ratio": pytest.approx((change / weight).item(), rel=1e-3)
+    }
 
 
 def test_weights_that_stay_zero_have_a_ratio_of_zero() -> None:
@@ -194,7 +196,7 @@ def test_weights_that_stay_zero_have_a_ratio_of_zero() -> None:
     monitor = Monitor(model, interval_steps=1)
     monitor.before_update()
     monitor.after_update()
-    assert monitor.collect() == {"0": {"update_ratio": 0.0}}
+    assert monitor.collect_module_statistics() == {"0": {"update_ratio": 0.0}}
 
 
 def test_an_infinity_that_a_clamp_hides_is_named() -> None:
@@ -208,14 +210,14 @@ def test_an_infinity_that_a_clamp_hides_is_named() -> None:
     monitor = Monitor(model, interval_steps=1)
     with monitor.record_outputs():
         assert model(torch.randn(4, 3)).isfinite().all()
-    assert monitor.collect()["1"] == {"abs_max": math.inf, "headroom": 0.0}
+    assert monitor.collect_module_statistics()["1"] == {"abs_max": math.inf, "headroom": 0.0}
     assert monitor.find_hidden_infinities() == ["1"]
     with torch.no_grad():
         model[0].weight[0, 0] = torch.nan
     with monitor.record_outputs():
         model(torch.randn(4, 3))
     assert monitor.find_hidden_infinities() == []  # not those of the step before
-    assert math.isnan(monitor.collect()["0"]["abs_max"])
+    assert math.isnan(monitor.collect_module_statistics()["0"]["abs_max"])
     assert monitor.find_hidden_infinities() == ["0", "1"]
 
 
@@ -227,7 +229,7 @@ def test_headroom_is_of_the_dtype_that_comes_out() -> None:
     monitor = Monitor(model, interval_steps=1)
     with monitor.record_outputs():
         model(torch.ones(1, 3, dtype=torch.float16))
-    assert monitor.collect()["1"] == {"abs_max": 655.0, "headroom": 100.0}
+    assert monitor.collect_module_statistics()["1"] == {"abs_max": 655.0, "headroom": 100.0}
 
 
 def test_a_step_that_was_given_up_leaves_nothing_to_the_next() -> None:
@@ -237,8 +239,8 @@ def test_a_step_that_was_given_up_leaves_nothing_to_the_next() -> None:
         model(torch.full((1, 3), torch.inf))
     with monitor.record_outputs():
         model(torch.ones(1, 3))
-    assert math.isfinite(monitor.collect()["0"]["abs_max"])
-    assert monitor.collect() == {}
+    assert math.isfinite(monitor.collect_module_statistics()["0"]["abs_max"])
+    assert monitor.collect_module_statistics() == {}
 
 
 def test_every_nth_step_is_due_and_zero_is_never() -> None:
@@ -267,7 +269,7 @@ def test_a_sharded_parameters_norms_are_of_the_whole(tmp_path: Path) -> None:
             with torch.no_grad():
                 model[0].weight.mul_(2)
             monitor.after_update()
-            statistics = monitor.collect()["0"]
+            statistics = monitor.collect_module_statistics()["0"]
     finally:
         torch.distributed.destroy_process_group()
     assert statistics["grad_norm"] == pytest.approx(2 * unsharded.norm().item(), rel=1e-3)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dit_lora.guard.probe import BadOp, Probe, Trace
+from dit_lora.guard.probe import BadOp, OpTrace, Probe
 
 Op = Callable[..., torch.Tensor]
 
@@ -62,15 +62,15 @@ def rows(*shape: int, seed: int = 8, **kwargs: Any) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(**kwargs)
 
 
-def traced(model: nn.Module, *args: torch.Tensor, loss: Op = torch.Tensor.sum) -> Trace:
-    with Probe(model).observe() as trace:
+def traced(model: nn.Module, *args: torch.Tensor, loss: Op = torch.Tensor.sum) -> OpTrace:
+    with Probe(model).observe_model_ops() as trace:
         loss(model(*args)).float().backward()
     return trace
 
 
-def assert_backward(trace: Trace, module: str) -> None:
-    assert trace.origin is not None
-    origin = (trace.origin.module, trace.origin.direction, trace.origin.op)
+def assert_backward(trace: OpTrace, module: str) -> None:
+    assert trace.first_bad_op is not None
+    origin = (trace.first_bad_op.module, trace.first_bad_op.direction, trace.first_bad_op.op)
     assert origin == (module, "backward", "aten.div.Tensor")
 
 
@@ -83,7 +83,7 @@ def test_an_fp16_matmul_that_overflows_is_named_with_its_module() -> None:
     with torch.no_grad():
         model.middle.weight.fill_(3e4)
     trace = traced(model, rows(3, 5, dtype=torch.float16))
-    assert trace.origin == BadOp("aten.addmm.default", "middle", "forward", "float16", "inf")
+    assert trace.first_bad_op == BadOp("aten.addmm.default", "middle", "forward", "float16", "inf")
     assert not trace.bad_inputs
 
 
@@ -99,7 +99,7 @@ def test_a_backward_that_fails_alone_is_named_with_the_module_of_its_forward() -
 @pytest.mark.parametrize(("top", "kind"), [(1.0, "inf"), (0.0, "nan")])
 def test_a_division_by_zero_in_the_loss_is_outside_the_model(top: float, kind: str) -> None:
     trace = traced(chain(nn.GELU()), rows(3, 5), loss=lambda output: top * output.square().mean() / 0)
-    assert trace.origin == BadOp("aten.div.Tensor", "", "forward", "float32", kind)
+    assert trace.first_bad_op == BadOp("aten.div.Tensor", "", "forward", "float32", kind)
     assert trace.trail[-1].name == "aten.mul.Tensor"
 
 
@@ -256,7 +256,7 @@ def test_bad_inputs_of_the_model_are_named_and_no_op_is_blamed(given: str | None
     values, scale, skip = rows(3, 5), rows(3, 1, seed=9), rows(3, 5, seed=10)
     {"argument 0": values, "scale": scale, "skips": skip}.get(given or "", values)[1, 0] = value
     model = Named()
-    with Probe(model).observe() as trace:
+    with Probe(model).observe_model_ops() as trace:
         model(values, scale=scale, skips=[skip, rows(3, 5, seed=11)])
     assert list(trace.bad_inputs) == ([given] if given else [])
     assert trace.origins == []
@@ -306,7 +306,7 @@ def test_memory_that_nothing_was_written_to_is_no_origin() -> None:
 def test_a_cast_into_new_memory_that_overflows_is_named() -> None:
     """Independent of the previous contents of that memory."""
     nan_input = torch.full((3, 5), torch.nan, dtype=torch.float16)
-    with Probe(nn.Identity()).observe() as trace:
+    with Probe(nn.Identity()).observe_model_ops() as trace:
         nan_input.copy_(rows(3, 5) * 1e30)
     assert [o.op for o in trace.origins] == ["aten.copy_.default"]
 
@@ -316,7 +316,7 @@ def test_the_trail_is_in_order_and_says_how_much_room_was_left() -> None:
     grow = Calls(lambda inputs: inputs * 100 * 80, inner=nn.Identity())
     shift = Calls(lambda inputs: -inputs + 2)
     model = nn.Sequential(OrderedDict(grow=grow, shift=shift, end=Calls(lambda inputs: inputs * 3.0)))
-    with Probe(model).observe() as trace:
+    with Probe(model).observe_model_ops() as trace:
         model(values)
     assert trace.origins == [BadOp("aten.mul.Tensor", "end", "forward", "float16", "inf")]
     assert [(s.name, s.peak) for s in trace.trail] == [
@@ -332,7 +332,7 @@ def test_the_trail_is_in_order_and_says_how_much_room_was_left() -> None:
 def test_the_trail_ends_at_the_first_origin_and_is_twelve_long() -> None:
     """Of an op with two outputs the larger counts."""
     values = torch.tensor([1.0, -0.5])
-    with Probe(nn.Identity()).observe() as trace:
+    with Probe(nn.Identity()).observe_model_ops() as trace:
         for _ in range(20):
             values = values * 10
         torch.aminmax(values)
@@ -354,12 +354,12 @@ def test_hooks_and_mode_are_gone_afterwards_and_after_a_run_that_raises() -> Non
         raise RuntimeError("out of memory")
 
     model = chain(Checkpointed(nn.Linear(5, 5)))
-    with Probe(model).observe() as trace:
+    with Probe(model).observe_model_ops() as trace:
         assert hooks_of(model)
         model(rows(3, 5)).sum().backward()
     assert hooks_of(model) == 0
     model.middle = Calls(fail)
-    with pytest.raises(RuntimeError, match="out of memory"), Probe(model).observe() as other_probe:
+    with pytest.raises(RuntimeError, match="out of memory"), Probe(model).observe_model_ops() as other_probe:
         model(rows(3, 5))
     assert hooks_of(model) == 0
     blow_up(rows(3, 5))
@@ -389,6 +389,6 @@ def test_a_healthy_run_with_integers_and_empty_tensors_has_no_origin() -> None:
 
 def test_nan_that_a_complex_op_makes_is_seen() -> None:
     rotate = Calls(lambda values: torch.view_as_real(torch.view_as_complex(values) / 0))
-    with Probe(rotate).observe() as trace:
+    with Probe(rotate).observe_model_ops() as trace:
         rotate(rows(3, 4, 2))
-    assert trace.origin is not None
+    assert trace.first_bad_op is not None

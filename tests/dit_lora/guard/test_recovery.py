@@ -35,7 +35,7 @@ def policy(actions: Sequence[str] = DEFAULT, **budgets: int) -> Policy:
 
 
 def chosen(causes: Sequence[Diagnosis], actions: Sequence[str] = DEFAULT, skipped: Sequence[str] = ()) -> Action:
-    return policy(actions).choose(7, causes, skipped)
+    return policy(actions).choose_and_count_action(7, causes, skipped)
 
 
 BY_CAUSE: dict[str, tuple[tuple[str, ...], Action]] = {
@@ -180,47 +180,50 @@ def test_of_mixed_causes_state_comes_first_then_switches_then_samples() -> None:
 def test_skips_of_every_kind_share_one_budget(budget: int) -> None:
     run = policy(DEFAULT[:-1], max_skips=budget)
     answers = [make_diagnosis("transient"), make_diagnosis("data", "a"), make_diagnosis("inputs", "b")]
-    kinds = [run.choose(step, [answers[step % 3]], []).kind for step in range(budget)]
+    kinds = [run.choose_and_count_action(step, [answers[step % 3]], []).kind for step in range(budget)]
     assert kinds == ["retry", "quarantine", "skip"][:budget]
     for answer in answers:
-        action = run.choose(9, [answer], [])
+        action = run.choose_and_count_action(9, [answer], [])
         assert action.kind == "stop"
         assert f"guard.max_skips={budget} is used up" in action.reason
-    assert run.choose(9, [make_diagnosis("kernel")], []).kind == "fallback"
-    assert run.choose(9, [make_diagnosis("weights")], []).kind == "rollback"
+    assert run.choose_and_count_action(9, [make_diagnosis("kernel")], []).kind == "fallback"
+    assert run.choose_and_count_action(9, [make_diagnosis("weights")], []).kind == "rollback"
     assert run.skips == budget
 
 
 @pytest.mark.parametrize("budget", [0, 1, 2])
 def test_rollbacks_have_their_own_budget(budget: int) -> None:
     run = policy(DEFAULT[:-1], max_rollbacks=budget)
-    kinds = [run.choose(10 * step, [make_diagnosis("weights")], []).kind for step in range(1, budget + 1)]
+    kinds = [
+        run.choose_and_count_action(10 * step, [make_diagnosis("weights")], []).kind for step in range(1, budget + 1)
+    ]
     assert kinds == ["rollback"] * budget
-    action = run.choose(50, [make_diagnosis("learning_rate")], [])
+    action = run.choose_and_count_action(50, [make_diagnosis("learning_rate")], [])
     assert action == Action("stop", reason=f"guard.max_rollbacks={budget} is used up")
-    assert run.choose(51, [make_diagnosis("data", "a")], []).kind == "quarantine"
+    assert run.choose_and_count_action(51, [make_diagnosis("data", "a")], []).kind == "quarantine"
     assert run.rollbacks == budget
 
 
 def test_fallbacks_and_stops_count_for_nothing() -> None:
     run = policy(max_skips=1, max_rollbacks=1)
     for step in range(1, 5):
-        assert run.choose(step, [make_diagnosis("kernel")], []).kind == "fallback"
-        assert run.choose(step, [make_diagnosis("precision")], []).kind == "stop"
+        assert run.choose_and_count_action(step, [make_diagnosis("kernel")], []).kind == "fallback"
+        assert run.choose_and_count_action(step, [make_diagnosis("precision")], []).kind == "stop"
     assert run.state_dict() == {"skips": 0, "rollbacks": 0, "last_rollback_step": 0}
 
 
 @pytest.mark.parametrize(("cause", "budget"), [("data", "guard.max_skips=0"), ("weights", "guard.max_rollbacks=0")])
 def test_the_default_list_says_which_budget_is_used_up(cause: Cause, budget: str) -> None:
     run = policy(max_skips=0, max_rollbacks=0)
-    action = run.choose(3, [make_diagnosis(cause, "a")], [])
+    action = run.choose_and_count_action(3, [make_diagnosis(cause, "a")], [])
     assert action == Action("stop", reason=f"{budget} is used up")
 
 
 def test_a_second_rollback_from_the_same_step_lowers_the_learning_rate() -> None:
     run = policy(max_rollbacks=5)
     lowered_flags = [
-        run.choose(step, [make_diagnosis("weights")], []).should_lower_lr for step in (41, 41, 60, 41, 41)
+        run.choose_and_count_action(step, [make_diagnosis("weights")], []).should_lower_lr
+        for step in (41, 41, 60, 41, 41)
     ]
     assert lowered_flags == [False, True, False, False, True]
 
@@ -240,13 +243,15 @@ def test_bad_frozen_weights_stop_for_no_snapshot_holds_them() -> None:
 def test_counts_go_through_json_into_a_policy_that_goes_on_with_them() -> None:
     run = policy(DEFAULT[:-1], max_skips=3, max_rollbacks=2)
     for step in (4, 8):
-        run.choose(step, [make_diagnosis("data", "a")], [])
-    run.choose(41, [make_diagnosis("weights")], [])
+        run.choose_and_count_action(step, [make_diagnosis("data", "a")], [])
+    run.choose_and_count_action(41, [make_diagnosis("weights")], [])
     state = json.loads(json.dumps(run.state_dict()))
     assert state == {"skips": 2, "rollbacks": 1, "last_rollback_step": 41}
     resumed = Policy(run.config, **state)
     assert resumed.state_dict() == state
-    assert resumed.choose(41, [make_diagnosis("weights")], []) == Action("rollback", should_lower_lr=True)
-    assert resumed.choose(42, [make_diagnosis("data", "b")], []).kind == "quarantine"
-    assert resumed.choose(43, [make_diagnosis("data", "b")], []).kind == "stop"
+    assert resumed.choose_and_count_action(41, [make_diagnosis("weights")], []) == Action(
+        "rollback", should_lower_lr=True
+    )
+    assert resumed.choose_and_count_action(42, [make_diagnosis("data", "b")], []).kind == "quarantine"
+    assert resumed.choose_and_count_action(43, [make_diagnosis("data", "b")], []).kind == "stop"
     assert run.state_dict() == state

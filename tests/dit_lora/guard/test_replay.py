@@ -9,7 +9,7 @@ from micro_batches import fake_batch
 from torch import nn
 
 from dit_lora.guard.diagnosis import Diagnosis
-from dit_lora.guard.replay import MicroBatch, Outcome, probe_micro_batch, replay_micro_batch
+from dit_lora.guard.replay import MicroBatch, ReplayOutcome, probe_micro_batch, replay_micro_batch
 from dit_lora.numerics.objectives import LossOutput
 
 Replay = Callable[[MicroBatch, nn.Module], object]
@@ -98,7 +98,7 @@ def test_a_replay_that_raises_leaves_gradients_and_random_state_too(model: nn.Mo
     assert all(parameter.grad is grads[name] for name, parameter in model.named_parameters())
 
 
-def seen_gradients(model: nn.Module, batch: MicroBatch) -> tuple[Outcome, dict[str, torch.Tensor]]:
+def seen_gradients(model: nn.Module, batch: MicroBatch) -> tuple[ReplayOutcome, dict[str, torch.Tensor]]:
     """The outcome of a run, and the gradients that it made and took away again."""
     grads: dict[str, torch.Tensor] = {}
     handles = [
@@ -201,10 +201,10 @@ def test_a_gradient_for_a_single_parameter_is_not_zero(model: nn.Module) -> None
 
 def test_a_probed_replay_shows_the_op_that_failed_in_it(model: nn.Module) -> None:
     model[2].register_forward_hook(lambda _module, _args, output: Unstable.apply(output))
-    origin = probe_micro_batch(micro_batch(model), model).origin
+    origin = probe_micro_batch(micro_batch(model), model).first_bad_op
     assert origin is not None
     assert (origin.module, origin.direction, origin.op) == ("2", "backward", "aten.div.Tensor")
-    assert probe_micro_batch(micro_batch(model, torch.Tensor.detach), model).origin is None
+    assert probe_micro_batch(micro_batch(model, torch.Tensor.detach), model).first_bad_op is None
 
 
 def test_a_verdicts_record_leaves_out_what_is_not_known_and_holds_lists() -> None:

@@ -10,7 +10,7 @@ import torch
 from seeded_secrets import PATHS, REVISION, TOKENS, found_in
 
 from dit_lora.errors import DitLoraError
-from dit_lora.guard.repro_bundle import FORMAT, read_bundle, write_bundle
+from dit_lora.guard.repro_bundle import FORMAT, read_replay_bundle, write_replay_bundle
 
 Tensors = dict[str, torch.Tensor]
 FACTS: Mapping[str, Any] = {
@@ -62,8 +62,8 @@ def assert_same_bits(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torc
 
 def test_a_bundle_comes_back_bit_for_bit(tmp_path: Path, samples: Tensors, weights: Tensors) -> None:
     folder = tmp_path / "bundles" / "step-12"
-    assert write_bundle(folder, FACTS, samples, weights, limit_mib=1) == []
-    bundle = read_bundle(folder)
+    assert write_replay_bundle(folder, FACTS, samples, weights, limit_mib=1) == []
+    bundle = read_replay_bundle(folder)
     assert_same_bits(bundle.samples, samples)
     assert_same_bits(bundle.weights, weights)
     assert bundle.facts == {**FACTS, "format": FORMAT, "left_out": []}
@@ -72,8 +72,8 @@ def test_a_bundle_comes_back_bit_for_bit(tmp_path: Path, samples: Tensors, weigh
 
 
 def test_a_bundle_without_trained_weights_comes_back(tmp_path: Path, samples: Tensors) -> None:
-    write_bundle(tmp_path, FACTS, samples, {}, limit_mib=1)
-    assert read_bundle(tmp_path).weights == {}
+    write_replay_bundle(tmp_path, FACTS, samples, {}, limit_mib=1)
+    assert read_replay_bundle(tmp_path).weights == {}
 
 
 def mib(*tensors: Tensors) -> float:
@@ -101,7 +101,7 @@ def test_what_does_not_fit_is_left_out_whole_and_said(
     """The weights are smaller than the samples here, so that they fit where those do not."""
     samples["latents"] = torch.randn(2, 64)
     assert mib(samples) > mib(weights)
-    left_out = write_bundle(tmp_path, FACTS, samples, weights, limit_mib=room(samples, weights))
+    left_out = write_replay_bundle(tmp_path, FACTS, samples, weights, limit_mib=room(samples, weights))
     assert [message.partition(".")[0] for message in left_out] == lacks
     assert all("more than guard.bundle_mib" in message for message in left_out)
     assert json.loads((tmp_path / "bundle.json").read_text())["left_out"] == left_out
@@ -109,10 +109,10 @@ def test_what_does_not_fit_is_left_out_whole_and_said(
     assert stems == {"samples", "trained"} - {*lacks}
     if lacks:
         with pytest.raises(DitLoraError) as error:
-            read_bundle(tmp_path)
+            read_replay_bundle(tmp_path)
         assert str(error.value) == f"{tmp_path} cannot be replayed: it lacks {'; '.join(left_out)}"
     else:
-        assert_same_bits(read_bundle(tmp_path).weights, weights)
+        assert_same_bits(read_replay_bundle(tmp_path).weights, weights)
 
 
 def cut(name: str) -> Callable[[Path], None]:
@@ -146,10 +146,10 @@ TORN: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("how", TORN)
 def test_a_torn_bundle_is_one_line_of_error(tmp_path: Path, samples: Tensors, weights: Tensors, how: str) -> None:
-    write_bundle(tmp_path, FACTS, samples, weights, limit_mib=1)
+    write_replay_bundle(tmp_path, FACTS, samples, weights, limit_mib=1)
     TORN[how](tmp_path)
     with pytest.raises(DitLoraError) as error:
-        read_bundle(tmp_path)
+        read_replay_bundle(tmp_path)
     assert str(error.value).startswith(f"{tmp_path} is not a complete bundle: ")
     assert "\n" not in str(error.value)
 
@@ -158,17 +158,17 @@ def test_a_torn_bundle_is_one_line_of_error(tmp_path: Path, samples: Tensors, we
 def test_another_format_is_refused_by_its_number(
     tmp_path: Path, samples: Tensors, weights: Tensors, version: object
 ) -> None:
-    write_bundle(tmp_path, FACTS, samples, weights, limit_mib=1)
+    write_replay_bundle(tmp_path, FACTS, samples, weights, limit_mib=1)
     path = tmp_path / "bundle.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": version}))
     with pytest.raises(DitLoraError) as error:
-        read_bundle(tmp_path)
+        read_replay_bundle(tmp_path)
     assert str(error.value) == f"{tmp_path} has format {version}; this version reads {FORMAT}"
 
 
 def test_a_folder_that_is_not_there_is_one_line_of_error(tmp_path: Path) -> None:
     with pytest.raises(DitLoraError, match=r"is not a complete bundle: it has no .*bundle\.json; give a folder"):
-        read_bundle(tmp_path / "none")
+        read_replay_bundle(tmp_path / "none")
 
 
 def test_no_byte_of_the_folder_tells_of_the_machine(tmp_path: Path, samples: Tensors, weights: Tensors) -> None:
@@ -176,7 +176,7 @@ def test_no_byte_of_the_folder_tells_of_the_machine(tmp_path: Path, samples: Ten
     messages_by_text = {text: {"words": [text, f"cannot read {text}: 2 of 3"]} for text in private.values()}
     home = {"cwd": str(Path.cwd()), "home": str(Path.home() / ".cache" / "x"), "tmp": str(tmp_path)}
     folder = tmp_path / "bundle"
-    write_bundle(folder, {**FACTS, **messages_by_text, **home}, samples, weights, limit_mib=1)
+    write_replay_bundle(folder, {**FACTS, **messages_by_text, **home}, samples, weights, limit_mib=1)
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["bundle.json", "samples.safetensors", "trained.safetensors"]
     data = b"".join(path.read_bytes() for path in folder.iterdir())
@@ -187,5 +187,5 @@ def test_no_byte_of_the_folder_tells_of_the_machine(tmp_path: Path, samples: Ten
 
 def test_a_pinned_revision_is_in_the_bundle(tmp_path: Path, samples: Tensors, weights: Tensors) -> None:
     pinned = {"recipe": {"model": {"path": "THUDM/CogVideoX-5b", "revision": REVISION}}}
-    write_bundle(tmp_path / "bundle", {**FACTS, **pinned}, samples, weights, limit_mib=1)
-    assert read_bundle(tmp_path / "bundle").facts["recipe"] == pinned["recipe"]
+    write_replay_bundle(tmp_path / "bundle", {**FACTS, **pinned}, samples, weights, limit_mib=1)
+    assert read_replay_bundle(tmp_path / "bundle").facts["recipe"] == pinned["recipe"]

@@ -19,7 +19,7 @@ def heavy_tailed(count: int, seed: int, *, median: float = 1.3, sigma: float = 0
 
 
 def alarms(detector: SpikeDetector, values: list[float], name: str = "loss") -> list[int]:
-    return [index for index, value in enumerate(values) if detector.observe(name, value)]
+    return [index for index, value in enumerate(values) if detector.add_value_and_detect(name, value)]
 
 
 @pytest.fixture
@@ -47,8 +47,8 @@ def test_a_spike_says_by_what_it_was_judged(detector: SpikeDetector) -> None:
     window = values[-200:]
     median = statistics.median(window)
     mad = 1.4826 * statistics.median(abs(value - median) for value in window)
-    assert detector.get_limit("grad_norm") == pytest.approx(median + 8 * mad, rel=1e-12)
-    spike = detector.observe("grad_norm", 31.234)
+    assert detector.get_spike_limit("grad_norm") == pytest.approx(median + 8 * mad, rel=1e-12)
+    spike = detector.add_value_and_detect("grad_norm", 31.234)
     assert spike == Spike("grad_norm", 31.234, pytest.approx(median), pytest.approx(mad), 8, 200)
 
 
@@ -61,41 +61,41 @@ def test_the_words_of_a_spike_give_its_distance_and_its_past() -> None:
 
 def test_the_limit_is_where_spikes_begin(detector: SpikeDetector) -> None:
     alarms(detector, heavy_tailed(100, 3))
-    limit = detector.get_limit("loss")
+    limit = detector.get_spike_limit("loss")
     assert limit is not None
-    spike = detector.observe("loss", math.nextafter(limit, math.inf))
+    spike = detector.add_value_and_detect("loss", math.nextafter(limit, math.inf))
     assert spike is not None
-    assert detector.observe("loss", limit) is None
+    assert detector.add_value_and_detect("loss", limit) is None
 
 
 def test_a_value_far_below_is_no_spike(detector: SpikeDetector) -> None:
     alarms(detector, heavy_tailed(100, 4))
-    assert detector.observe("loss", -50.0) is None
-    assert detector.observe("loss", 1e-9) is None
+    assert detector.add_value_and_detect("loss", -50.0) is None
+    assert detector.add_value_and_detect("loss", 1e-9) is None
 
 
 def test_a_spike_does_not_raise_the_limit_and_a_healthy_value_moves_it(
     detector: SpikeDetector,
 ) -> None:
     alarms(detector, heavy_tailed(60, 5))
-    limit = detector.get_limit("loss")
+    limit = detector.get_spike_limit("loss")
     for _ in range(19):
-        assert detector.observe("loss", 40.0)
-        assert detector.get_limit("loss") == limit
-    assert detector.observe("loss", 3.1) is None
-    assert detector.get_limit("loss") != limit
+        assert detector.add_value_and_detect("loss", 40.0)
+        assert detector.get_spike_limit("loss") == limit
+    assert detector.add_value_and_detect("loss", 3.1) is None
+    assert detector.get_spike_limit("loss") != limit
 
 
 def test_nothing_is_judged_before_warm_up() -> None:
     detector = SpikeDetector(window=50, threshold=8, warm_up=30)
     values = heavy_tailed(30, 6)
-    assert detector.get_limit("loss") is None
+    assert detector.get_spike_limit("loss") is None
     for value in values[:29]:
-        assert detector.observe("loss", value) is None
-        assert detector.get_limit("loss") is None
-    assert detector.observe("loss", 900.0) is None
-    assert detector.get_limit("loss") is not None
-    spike = detector.observe("loss", 900.0)
+        assert detector.add_value_and_detect("loss", value) is None
+        assert detector.get_spike_limit("loss") is None
+    assert detector.add_value_and_detect("loss", 900.0) is None
+    assert detector.get_spike_limit("loss") is not None
+    spike = detector.add_value_and_detect("loss", 900.0)
     assert spike is not None
     assert spike.count == 30
 
@@ -111,7 +111,7 @@ def test_values_older_than_the_window_are_forgotten() -> None:
     recent = heavy_tailed(40, 8)
     alarms(detector, heavy_tailed(100, 9, median=5.0))
     assert alarms(detector, recent) == alarms(fresh_detector, recent) == []
-    assert detector.get_limit("loss") == fresh_detector.get_limit("loss")
+    assert detector.get_spike_limit("loss") == fresh_detector.get_spike_limit("loss")
 
 
 def test_a_level_that_stays_is_adopted_after_warm_up_values(detector: SpikeDetector) -> None:
@@ -120,7 +120,7 @@ def test_a_level_that_stays_is_adopted_after_warm_up_values(detector: SpikeDetec
     assert alarms(detector, higher) == list(range(20))
     fresh_detector = SpikeDetector(window=200, threshold=8)
     alarms(fresh_detector, higher)
-    assert detector.get_limit("loss") == fresh_detector.get_limit("loss")
+    assert detector.get_spike_limit("loss") == fresh_detector.get_spike_limit("loss")
 
 
 def test_two_levels_one_right_after_the_other_are_both_adopted(detector: SpikeDetector) -> None:
@@ -141,7 +141,7 @@ def test_one_healthy_value_between_spikes_is_no_new_level(detector: SpikeDetecto
 def test_a_value_that_is_not_finite_is_a_spike(detector: SpikeDetector, value: float) -> None:
     """NaN is not greater than a limit, and must not pass for that."""
     alarms(detector, heavy_tailed(50, 13))
-    spike = detector.observe("loss", value)
+    spike = detector.add_value_and_detect("loss", value)
     assert spike is not None
     assert f"loss is {value};" in spike.message
 
@@ -152,35 +152,35 @@ def test_a_value_that_is_not_finite_leaves_no_trace(value: float) -> None:
     detector, clean_detector = (SpikeDetector(window=200, threshold=8) for _ in range(2))
     values = [*heavy_tailed(60, 14), *heavy_tailed(30, 15, median=60.0)]
     for number in values:
-        detector.observe("loss", value)
-        assert detector.observe("loss", number) == clean_detector.observe("loss", number)
-        assert detector.get_limit("loss") == clean_detector.get_limit("loss")
+        detector.add_value_and_detect("loss", value)
+        assert detector.add_value_and_detect("loss", number) == clean_detector.add_value_and_detect("loss", number)
+        assert detector.get_spike_limit("loss") == clean_detector.get_spike_limit("loss")
 
 
 def test_a_constant_series_does_not_alarm_on_rounding(detector: SpikeDetector) -> None:
     constant = [0.7, math.nextafter(0.7, 1)] + [0.7] * 50
     assert alarms(detector, [*constant, 0.7 * (1 + 1e-6)]) == []
-    assert detector.get_limit("loss") == pytest.approx(0.7 * 1.008)
-    assert detector.observe("loss", 0.71)
+    assert detector.get_spike_limit("loss") == pytest.approx(0.7 * 1.008)
+    assert detector.add_value_and_detect("loss", 0.71)
 
 
 def test_a_series_of_zeros_gives_no_limit_to_clip_by(detector: SpikeDetector) -> None:
     assert alarms(detector, [0.0] * 40) == []
-    assert detector.get_limit("loss") is None
-    assert detector.observe("loss", 0.4) is None
-    assert detector.get_limit("loss") is None
+    assert detector.get_spike_limit("loss") is None
+    assert detector.add_value_and_detect("loss", 0.4) is None
+    assert detector.get_spike_limit("loss") is None
     assert alarms(detector, heavy_tailed(60, 16)) == []
-    assert detector.get_limit("loss") is not None
+    assert detector.get_spike_limit("loss") is not None
 
 
 def test_series_are_judged_by_their_own_past(detector: SpikeDetector) -> None:
     low, high = heavy_tailed(80, 17), heavy_tailed(80, 18, median=90.0)
     for low_value, high_value in zip(low, high, strict=True):
-        assert detector.observe("loss 0-249", low_value) is None
-        assert detector.observe("loss 250-499", high_value) is None
-    assert detector.observe("loss 0-249", 90.0)
-    assert detector.observe("loss 250-499", 90.0) is None
-    assert detector.get_limit("loss 500-749") is None
+        assert detector.add_value_and_detect("loss 0-249", low_value) is None
+        assert detector.add_value_and_detect("loss 250-499", high_value) is None
+    assert detector.add_value_and_detect("loss 0-249", 90.0)
+    assert detector.add_value_and_detect("loss 250-499", 90.0) is None
+    assert detector.get_spike_limit("loss 500-749") is None
 
 
 @pytest.mark.parametrize("cut", [7, 101, 310])
@@ -192,9 +192,9 @@ def test_history_rebuilds_the_state(cut: int) -> None:
     alarms(running, values[:cut])
     alarms(resumed, values[:cut])
     for value in values[cut:]:
-        running.get_limit("loss")  # to ask changes nothing
-        assert repr(resumed.observe("loss", value)) == repr(running.observe("loss", value))
-    assert resumed.get_limit("loss") == running.get_limit("loss")
+        running.get_spike_limit("loss")  # to ask changes nothing
+        assert repr(resumed.add_value_and_detect("loss", value)) == repr(running.add_value_and_detect("loss", value))
+    assert resumed.get_spike_limit("loss") == running.get_spike_limit("loss")
 
 
 @pytest.mark.parametrize("warm_up", [0, 51])

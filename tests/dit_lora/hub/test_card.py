@@ -18,7 +18,7 @@ from dit_lora.config.load import load_recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.hub.card import write_card
-from dit_lora.hub.contents import CardSample, Contents, collect_contents
+from dit_lora.hub.contents import CardSample, PublishedContents, collect_contents
 from dit_lora.hub.markdown import escape_markdown
 from dit_lora.training.tasks.facts import find_common_prefix
 
@@ -34,23 +34,23 @@ ODD = (
 
 
 @pytest.fixture
-def contents(trained: Path) -> Contents:
+def contents(trained: Path) -> PublishedContents:
     return collect_contents(trained)
 
 
 def changed(
-    contents: Contents,
+    contents: PublishedContents,
     made: Mapping[str, Any] | None = None,
     pipeline: Mapping[str, Any] | None = None,
     data: Mapping[str, Any] | None = None,
-) -> Contents:
+) -> PublishedContents:
     facts = dict(contents.facts)
     facts["pipeline"] = {**facts["pipeline"], **(pipeline or {})}
     facts["data"] = {**facts["data"], **(data or {})}
     return replace(contents, metadata={**contents.metadata, **(made or {})}, facts=facts)
 
 
-def test_a_known_base_is_named_with_its_licence(contents: Contents) -> None:
+def test_a_known_base_is_named_with_its_licence(contents: PublishedContents) -> None:
     card = write_card(changed(contents, {"base_model": "THUDM/CogVideoX-5b"}), REPO)
     assert card_problems(card) == []
     card_metadata = metadata(card)
@@ -123,7 +123,7 @@ def test_licences_are_the_bases_own(family: str, base: str | None, license: str 
         assert licence.link is not None
 
 
-def test_an_unknown_base_has_no_licence_and_a_folder_is_no_base(contents: Contents) -> None:
+def test_an_unknown_base_has_no_licence_and_a_folder_is_no_base(contents: PublishedContents) -> None:
     card = write_card(changed(contents, {"base_model": "somebody/theirs"}), REPO)
     assert "license" not in metadata(card)
     assert "Not stated: see the licence of the base model" in card
@@ -134,7 +134,7 @@ def test_an_unknown_base_has_no_licence_and_a_folder_is_no_base(contents: Conten
     assert 'from_pretrained("path/to/base"' in card
 
 
-def test_the_gallery_shows_before_and_after(contents: Contents) -> None:
+def test_the_gallery_shows_before_and_after(contents: PublishedContents) -> None:
     card = write_card(contents, REPO)
     assert metadata(card)["widget"] == [
         {"text": "a blue disc moves", "output": {"url": "samples/after_00.mp4"}},
@@ -145,7 +145,7 @@ def test_the_gallery_shows_before_and_after(contents: Contents) -> None:
 
 
 @pytest.mark.parametrize("caption", ODD)
-def test_odd_captions_are_shown_as_they_are_and_are_no_markup(contents: Contents, caption: str) -> None:
+def test_odd_captions_are_shown_as_they_are_and_are_no_markup(contents: PublishedContents, caption: str) -> None:
     samples = (CardSample(caption, "samples/before_00.png", "samples/after_00.png"),)
     odd_contents = replace(changed(contents, data={"caption_prefix": caption}), card_samples=samples)
     card = write_card(odd_contents, REPO)
@@ -171,7 +171,7 @@ def escaped(text: str) -> str:
     return text
 
 
-def test_what_has_no_task_on_the_hub_gets_none(contents: Contents) -> None:
+def test_what_has_no_task_on_the_hub_gets_none(contents: PublishedContents) -> None:
     by_class = changed(contents, pipeline={"condition": "class_labels", "label": [3]})
     card = write_card(by_class, REPO)
     assert card_problems(card) == []
@@ -181,7 +181,7 @@ def test_what_has_no_task_on_the_hub_gets_none(contents: Contents) -> None:
     assert "class_labels=[3]," in card
 
 
-def test_the_eval_loss_is_a_result_with_what_it_was_measured_on(contents: Contents) -> None:
+def test_the_eval_loss_is_a_result_with_what_it_was_measured_on(contents: PublishedContents) -> None:
     (model,) = metadata(write_card(contents, REPO))["model-index"]
     (result,) = model["results"]
     assert model["name"] == "kitten-lora"
@@ -191,7 +191,7 @@ def test_the_eval_loss_is_a_result_with_what_it_was_measured_on(contents: Conten
     assert metric["value"] == pytest.approx(contents.run.eval_losses[2], abs=1e-6)
 
 
-def test_the_loss_of_held_out_samples_is_the_result_if_there_is_one(contents: Contents) -> None:
+def test_the_loss_of_held_out_samples_is_the_result_if_there_is_one(contents: PublishedContents) -> None:
     validated = replace(contents, run=replace(contents.run, validation_losses={0: 0.5, 2: 0.25}))
     card = write_card(validated, REPO)
     (result,) = metadata(card)["model-index"][0]["results"]
@@ -201,7 +201,7 @@ def test_the_loss_of_held_out_samples_is_the_result_if_there_is_one(contents: Co
     assert "validation loss (samples that are never trained on): 0.5000 before, 0.2500 after (-50.0 %)" in card
 
 
-def test_data_and_events_are_told_by_counts(contents: Contents) -> None:
+def test_data_and_events_are_told_by_counts(contents: PublishedContents) -> None:
     event = {
         "step": 1,
         "kind": "non_finite_loss",
@@ -223,9 +223,9 @@ def test_data_and_events_are_told_by_counts(contents: Contents) -> None:
     assert "| scale | passed |" in card
 
 
-def test_the_published_recipe_is_the_runs_own(contents: Contents, tmp_path: Path) -> None:
+def test_the_published_recipe_is_the_runs_own(contents: PublishedContents, tmp_path: Path) -> None:
     """Chat's and sources' places too are placeholders, and the words of the recipe stay."""
-    from dit_lora.hub.cleaning import clean_config
+    from dit_lora.hub.cleaning import redact_recipe
 
     config = {**contents.run.config, "hub": {"push": True, "repo_id": "me/x", "private": True}}
     config["data"] = {
@@ -244,7 +244,7 @@ def test_the_published_recipe_is_the_runs_own(contents: Contents, tmp_path: Path
     }
     config["guard"] = {**config["guard"], "quarantine": "~/alice/quarantine.jsonl"}
     config["train"] = {**config["train"], "resume": "/home/alice/run/checkpoints/step_000001"}
-    text = clean_config(config, "acme/base", ["acme/clips"])
+    text = redact_recipe(config, "acme/base", ["acme/clips"])
     assert "alice" not in text
     (tmp_path / "config.yaml").write_text(text)
     recipe = load_recipe(tmp_path / "config.yaml")
@@ -277,7 +277,7 @@ def test_plain_text_is_on_one_line_and_has_no_token() -> None:
     assert escape_markdown("a\n|b hf_abcdefghijkl") == r"a \|b \[token\]"
 
 
-def test_what_it_started_from_and_was_shown_on_is_told(contents: Contents) -> None:
+def test_what_it_started_from_and_was_shown_on_is_told(contents: PublishedContents) -> None:
     adapters_under = {"scale": 0.5, "sha256": "0" * 64}
     run_metadata = {
         "continued": {"name": "me/start_1", "sha256": "1" * 64},

@@ -6,11 +6,11 @@ from typing import Any
 import yaml
 
 from dit_lora.config.load import dump_recipe, parse_recipe
-from dit_lora.hub.cleaning import clean_config
+from dit_lora.hub.cleaning import redact_recipe
 
 
 def cleaned(values: dict[str, Any]) -> dict[str, Any]:
-    text = clean_config(yaml.safe_load(dump_recipe(parse_recipe(values, "test"))), "me/base", ())
+    text = redact_recipe(yaml.safe_load(dump_recipe(parse_recipe(values, "test"))), "me/base", ())
     parse_recipe(yaml.safe_load(text), "published")  # it is a recipe still
     cleaned_values: dict[str, Any] = yaml.safe_load(text)
     return cleaned_values

@@ -8,7 +8,7 @@ import pytest
 
 from dit_lora.adapters.diffusers_format import BASE_FILE
 from dit_lora.errors import DitLoraError
-from dit_lora.hub.contents import Contents
+from dit_lora.hub.contents import PublishedContents
 from dit_lora.hub.usage import render_usage_code
 
 HOSTILE = '")\nimport os; os.system("touch ran") #\\'
@@ -20,9 +20,9 @@ PIPELINE: dict[str, Any] = {
 }
 
 
-def contents(facts: dict[str, Any], **made: Any) -> Contents:
+def contents(facts: dict[str, Any], **made: Any) -> PublishedContents:
     header = {"family": "cogvideox", "base_model": f"a/{HOSTILE}", "revision": HOSTILE, **made}
-    return Contents(cast(Any, None), facts, header, "lora", {BASE_FILE: Path("a")})
+    return PublishedContents(cast(Any, None), facts, header, "lora", {BASE_FILE: Path("a")})
 
 
 def calls(code: str) -> set[str]:

@@ -6,14 +6,14 @@ from dit_lora.numerics.streams import (
     RandomStreams,
     derive_seed,
     draw_integers,
+    draw_normal_noise,
     make_generator,
-    normal,
 )
 
 
 def test_a_sample_draws_the_same_alone_as_in_any_batch() -> None:
-    batch = normal((3, 5), RandomStreams(7, [10, 11, 12])("noise"))
-    unbatched = normal((3, 5), RandomStreams(7, [11])("noise"))
+    batch = draw_normal_noise((3, 5), RandomStreams(7, [10, 11, 12])("noise"))
+    unbatched = draw_normal_noise((3, 5), RandomStreams(7, [11])("noise"))
     assert torch.equal(batch[1], unbatched[0])
     batch_draws = draw_integers(0, 1000, RandomStreams(7, [10, 11, 12])("timestep"))
     assert torch.equal(batch_draws[2:], draw_integers(0, 1000, RandomStreams(7, [12])("timestep")))
@@ -38,14 +38,14 @@ def test_drawing_does_not_disturb_or_follow_the_global_generator() -> None:
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    reference = normal((2,), RandomStreams(0, [5])("noise"))
+    reference = draw_normal_noise((2,), RandomStreams(0, [5])("noise"))
     assert torch.equal(torch.rand(4), expected)
     torch.manual_seed(99)
-    assert torch.equal(reference, normal((2,), RandomStreams(0, [5])("noise")))
+    assert torch.equal(reference, draw_normal_noise((2,), RandomStreams(0, [5])("noise")))
 
 
 def test_draws_have_the_distributions_that_they_claim() -> None:
-    noise = normal((200,), RandomStreams(0, range(100))("noise"))
+    noise = draw_normal_noise((200,), RandomStreams(0, range(100))("noise"))
     assert abs(noise.mean()) < 0.03
     assert abs(noise.std() - 1) < 0.03
     times = draw_integers(0, 1000, RandomStreams(0, range(4000))("timestep"))

@@ -27,7 +27,7 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families.without_weights import config_only_recipe
 from dit_lora.planning import search
-from dit_lora.planning.budget import GIB, Launch, MemoryBudget, _compute_disk_bytes, compute_budget
+from dit_lora.planning.budget import GIB, LaunchLayout, MemoryBudget, _compute_disk_bytes, compute_budget
 from dit_lora.planning.search import open_estimator, plan_memory
 from dit_lora.planning.subject import MemoryEstimator
 from dit_lora.report.machine import BAR_WIDTH, build_memory_bar
@@ -49,7 +49,7 @@ def smoke(name: str, model: Path, *overrides: str) -> Recipe:
 
 
 def budget_of(recipe: Recipe, *, gpu: bool = False, mode: CheckpointingMode | None = None) -> MemoryBudget:
-    return compute_budget(recipe, open_estimator(recipe, is_gpu=gpu), Launch(), None, mode)
+    return compute_budget(recipe, open_estimator(recipe, is_gpu=gpu), LaunchLayout(), None, mode)
 
 
 ALONE, PRODIGY = "train.ema=null", ("optim.name=prodigy", "optim.groups.backbone.lr=1")
@@ -116,7 +116,7 @@ def test_a_real_steps_peak_is_what_was_counted(
     name, variant, mode, overrides = (RUNS | FURTHER)[run]
     recipe = smoke(name, tiny_checkpoints[variant], *overrides)
     subject = open_estimator(recipe, is_gpu=False)
-    budget = compute_budget(recipe, subject, Launch(), None, mode)
+    budget = compute_budget(recipe, subject, LaunchLayout(), None, mode)
     with by("reference", monkeypatch):
         peak = RealRun(budget.recipe, subject, mode, CPU).peak()
     assert sum(vars(budget.training).values()) == pytest.approx(peak, rel=LOOSE.get(run, 0.03))
@@ -128,7 +128,7 @@ def test_a_real_steps_peak_is_what_was_counted(
 def test_a_gpus_peak_is_what_was_counted(tiny_checkpoints: dict[str, Path], mode: CheckpointingMode) -> None:
     recipe = smoke("cogvideox", tiny_checkpoints["cogvideox-5b"], "data.frames=49")
     subject = open_estimator(recipe, is_gpu=False)
-    computed_bytes = sum(vars(compute_budget(recipe, subject, Launch(), None, mode).training).values())
+    computed_bytes = sum(vars(compute_budget(recipe, subject, LaunchLayout(), None, mode).training).values())
     torch._C._cuda_clearCublasWorkspaces()
     before = torch.cuda.memory_allocated()
     real = RealRun(recipe, subject, mode, HERE)
@@ -236,10 +236,10 @@ def test_ranks_share_what_a_launch_shares_out(bare: Path) -> None:
         single, ddp, zero2, fsdp2 = (
             compute_budget(local, subject, launch, None).training
             for launch in (
-                Launch(),
-                Launch(4),
-                Launch(4, "zero2"),
-                Launch(4, "fsdp2"),
+                LaunchLayout(),
+                LaunchLayout(4),
+                LaunchLayout(4, "zero2"),
+                LaunchLayout(4, "fsdp2"),
             )
         )
     assert (single.buckets, ddp.buckets, zero2.buckets) == (0, single.trained, 0)
@@ -312,7 +312,7 @@ def test_a_plan_is_told_as_it_is_typed(bare: Path, capsys: pytest.CaptureFixture
         "validation.prompts=[]",
         "train.batch_size=16",
     ]
-    planned = plan_memory(path, command, Launch(), int(0.7685 * GIB))
+    planned = plan_memory(path, command, LaunchLayout(), int(0.7685 * GIB))
     print_plan(planned)
     output = capsys.readouterr().out
     assert "  train.checkpointing=selective\n" in output
@@ -345,12 +345,12 @@ def test_the_cheapest_change_is_found(
     """With one, if one does; else with several, and none of them stronger than it must be."""
     monkeypatch.setattr(search, "compute_budget", made_up_count)
     path = ROOT / "recipes" / "smoke" / "cogvideox.yaml"
-    planned = plan_memory(path, [f"model.path={bare}", "data.path=/nowhere"], Launch(), room)
+    planned = plan_memory(path, [f"model.path={bare}", "data.path=/nowhere"], LaunchLayout(), room)
     assert planned.budget.fits == (room == 20)
     assert (list(planned.change.overrides) if planned.change else None) == expected
 
 
-def made_up_count(recipe: Recipe, subject: MemoryEstimator, launch: Launch, gpu: int | None) -> Any:
+def made_up_count(recipe: Recipe, subject: MemoryEstimator, launch: LaunchLayout, gpu: int | None) -> Any:
     saving = {None: 0, "fp8": 2, "nf4": 11 * (recipe.train.batch_size == 2)}[recipe.model.quantize]
     need_per_sample = {"none": 10, "selective": 6, "full": 5}[recipe.train.checkpointing]
     needs = recipe.train.batch_size * need_per_sample - saving

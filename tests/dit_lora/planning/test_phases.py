@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE
 from dit_lora.config.load import load_recipe
-from dit_lora.planning.budget import Launch, MemoryBudget, compute_budget
+from dit_lora.planning.budget import LaunchLayout, MemoryBudget, compute_budget
 from dit_lora.planning.search import open_estimator
-from dit_lora.training.tasks.registry import task_of
+from dit_lora.training.tasks.registry import get_task_of_family
 
 
 @pytest.mark.parametrize("quantize", ["null", "int8"])
@@ -26,11 +26,11 @@ def test_a_second_checkpoint_for_samples_is_counted_where_it_is_held(
     def budget(*overrides: str) -> MemoryBudget:
         file = ROOT / "recipes" / "smoke" / "cogvideox.yaml"
         recipe = load_recipe(file, [*common, *overrides])
-        return compute_budget(recipe, open_estimator(recipe, is_gpu=False), Launch(), None)
+        return compute_budget(recipe, open_estimator(recipe, is_gpu=False), LaunchLayout(), None)
 
     baseline, second_model = budget(), budget(f"validation.model={base}")
     subject = open_estimator(baseline.recipe, is_gpu=False)
-    model, _, _ = task_of("cogvideox").load_trainable(
+    model, _, _ = get_task_of_family("cogvideox").load_trainable(
         baseline.recipe, subject.family, subject.checkpoint, torch.float32
     )
     model_bytes = sum(p.nbytes for p in model.parameters())
@@ -49,7 +49,7 @@ def test_the_rank_is_the_files_and_a_frozen_adapter_counts_as_frozen(
 
     def weights(lora: str) -> tuple[int, int]:
         recipe = load_recipe(ROOT / "recipes" / "smoke" / "cogvideox.yaml", [*common, lora])
-        budget = compute_budget(recipe, open_estimator(recipe, is_gpu=False), Launch(), None)
+        budget = compute_budget(recipe, open_estimator(recipe, is_gpu=False), LaunchLayout(), None)
         return budget.training.weights, budget.training.trained
 
     frozen_bytes, trainable_bytes = weights("lora={rank: 6}")

@@ -13,7 +13,7 @@ from html_page import Page
 from PIL import Image
 
 from dit_lora.data.chat.conversation import Conversation, ConversationKind, Turn
-from dit_lora.data.chat.fitting import fit_to_length
+from dit_lora.data.chat.fitting import shorten_conversation
 from dit_lora.data.chat.prompts import render_prompt
 from dit_lora.data.chat.rendered import RenderedConversation
 from dit_lora.errors import DitLoraError
@@ -28,7 +28,7 @@ def rendered(
 ) -> RenderedConversation:
     conversation = Conversation("a", kind, None, (Turn(question, "It sleeps on the warm sofa."),))
     full = render_prompt("mistral", conversation, TOKENIZER, 10**6, 96, [0.5])
-    return fit_to_length(full, len(full) - less)
+    return shorten_conversation(full, len(full) - less)
 
 
 def frames(count: int, height: int = 30, width: int = 50) -> torch.Tensor:

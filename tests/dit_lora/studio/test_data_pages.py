@@ -17,20 +17,20 @@ from studio_client import StudioClient, ask, serving
 from typer.testing import CliRunner
 
 from dit_lora.cli.app import app as command
-from dit_lora.config.catalog import find_packaged_files
+from dit_lora.config.catalog import find_packaged_files_root
 from dit_lora.config.load import dump_recipe, load_recipe
 from dit_lora.data.sources.caption_table import CaptionTable, lock_table
 from dit_lora.environment.command_job import CommandJob
 from dit_lora.report.captions.edits import CaptionEdits
 from dit_lora.report.captions.page import compute_caption_version
-from dit_lora.report.captions.rules import TextRules
+from dit_lora.report.captions.rules import CaptionRules
 from dit_lora.studio import jobs
 from dit_lora.studio.app import build_app, list_pages
 from dit_lora.studio.data_pages import DataPages
 from dit_lora.studio.jobs import JobQueue
 from dit_lora.studio.library import RunLibrary, compute_run_id
 
-RECIPE = find_packaged_files() / "recipes" / "smoke" / "cogvideox.yaml"
+RECIPE = find_packaged_files_root() / "recipes" / "smoke" / "cogvideox.yaml"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def app(folder: Path) -> ASGIApp:
-    return build_app(list_pages(RunLibrary([folder]), TextRules(trigger="sks")))
+    return build_app(list_pages(RunLibrary([folder]), CaptionRules(trigger="sks")))
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_masks_and_references_in_folders_of_their_own_are_shown(
     recipe: dict[str, Any] = yaml.safe_load(dump_recipe(load_recipe(RECIPE)))
     recipe["data"] |= {"path": str(root / "clips")}
     recipe["data"] |= {"mask_folder": str(root / "masks"), "reference_folders": [str(root / "before")]}
-    monkeypatch.setattr("dit_lora.studio.data_pages.load_text_rules", lambda *_: TextRules())
+    monkeypatch.setattr("dit_lora.studio.data_pages.load_text_rules", lambda *_: CaptionRules())
     client = StudioClient(build_app(list_pages(RunLibrary([root]))))
     page = f"/data/{compute_run_id(root / 'clips')}/?recipe={compute_run_id(run)}"
 

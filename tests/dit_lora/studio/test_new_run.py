@@ -9,9 +9,9 @@ import pytest
 from starlette.responses import Response
 from studio_client import ORIGIN, StudioClient
 
-from dit_lora.config.catalog import find_packaged_files
+from dit_lora.config.catalog import find_packaged_files_root
 from dit_lora.config.load import dump_recipe, load_recipe
-from dit_lora.config.recipe_form import FORM_KEYS, list_fields, list_overrides
+from dit_lora.config.recipe_form import FORM_KEYS, list_form_fields, list_overrides
 from dit_lora.environment.command_job import CommandJob
 from dit_lora.errors import DitLoraError
 from dit_lora.studio.app import build_app
@@ -19,7 +19,7 @@ from dit_lora.studio.jobs import JobQueue
 from dit_lora.studio.library import RunLibrary, compute_run_id
 from dit_lora.studio.new_run_pages import NewRunPages
 
-RECIPE = find_packaged_files() / "recipes" / "smoke" / "cogvideox.yaml"
+RECIPE = find_packaged_files_root() / "recipes" / "smoke" / "cogvideox.yaml"
 
 
 class RecordingQueue(JobQueue):
@@ -68,7 +68,7 @@ def post(client: StudioClient, source: str, **fields: str) -> Response:
 
 
 def test_fields_have_the_values_and_descriptions_of_the_recipe() -> None:
-    fields = {field.key: field for field in list_fields(RECIPE)}
+    fields = {field.key: field for field in list_form_fields(RECIPE)}
     assert tuple(fields) == FORM_KEYS
     assert fields["train.steps"].text == "20"
     assert fields["train.steps"].description == "Optimizer steps."
@@ -78,7 +78,7 @@ def test_fields_have_the_values_and_descriptions_of_the_recipe() -> None:
 
 
 def test_only_what_was_changed_becomes_an_override() -> None:
-    fields = list_fields(RECIPE)
+    fields = list_form_fields(RECIPE)
     unchanged = {field.key: field.text.replace("\n", "\r\n") for field in fields}
     assert list_overrides(fields, unchanged) == []
     changed = unchanged | {
@@ -223,14 +223,14 @@ def test_a_command_that_ends_while_the_page_is_made_is_asked_for_again(
     client.get("/new?from=smoke/cogvideox")
     job = queue.newest if command == "doctor" else queue.add(["plan"], "", needs_gpu=False)
     job.state = "running"
-    read_answer = CommandJob.read_answer
+    read_answer = CommandJob.read_json_output
 
     def end_after_reading(read: CommandJob) -> Any:
         answer = read_answer(read)
         job.state = "done"
         return answer
 
-    monkeypatch.setattr(CommandJob, "read_answer", end_after_reading)
+    monkeypatch.setattr(CommandJob, "read_json_output", end_after_reading)
     page = f"/new?from=smoke/cogvideox&plan={job.job_id}"
     assert ["data-live" in client.get(page).text for _ in range(2)] == [True, False]
 

@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 from studio_browser import CHROMIUM, check_page, open_page
 from studio_client import serving
 
-from dit_lora.adapters.marked_save import read_marked_step
+from dit_lora.adapters.marked_save import read_best_marked_step
 from dit_lora.cli.app import app
 from dit_lora.cli.tiny import copy_trained_base
 from dit_lora.data.sources.caption_table import CaptionTable
 from dit_lora.data.synthetic.clips import write_shapes
-from dit_lora.data.synthetic.scenes import spread_scenes, write_scenes
+from dit_lora.data.synthetic.scenes import list_balanced_scenes, write_scenes
 from dit_lora.families import get_family
 from dit_lora.studio.app import build_app, list_pages
 from dit_lora.studio.library import RunLibrary, compute_run_id
@@ -91,7 +91,7 @@ def walk(request: pytest.FixtureRequest, browser: Any, tmp_path_factory: pytest.
         copy_trained_base(root / "demo" / "model")
         for folder in (root / "demo" / "moons", root / EDITED_DATA):
             folder.mkdir(parents=True)
-            write_scenes(folder, spread_scenes("moon", 6), torch.Generator().manual_seed(0))
+            write_scenes(folder, list_balanced_scenes("moon", 6), torch.Generator().manual_seed(0))
         write_shapes(root / PLAIN_DATA, clips=20, frames=1, height=48, width=64, fps=8)
         for file in (root / PLAIN_DATA).glob("*.txt"):
             file.unlink()
@@ -183,7 +183,7 @@ def test_a_save_is_sampled_again_marked_and_exported(walk: Walk) -> None:
     page.locator("form[action$=mark] select").select_option(index=1)
     page.click("button:has-text('Mark as best')")
     page.locator("td b", has_text="best").wait_for()
-    assert read_marked_step(run) == 2
+    assert read_best_marked_step(run) == 2
     check_page(page, "real_work", SCHEMES)
     page.fill("input[name=strengths]", "0,1")
     page.fill("input[name=inference_steps]", "2")

@@ -43,7 +43,7 @@ def test_a_row_says_what_the_run_is_doing(run_dir: Path) -> None:
     row = read_row(run_dir)
     assert (row.state, row.step, row.max_steps, row.time_left) == ("interrupted", 20, 40, "")
     assert row.eval_losses == [2.5, 2.0]
-    assert row.sparkline == "0.0,2.0 120.0,30.0"
+    assert row.sparkline_points == "0.0,2.0 120.0,30.0"
     assert (row.memory, row.guard, row.notes) == ("3.75 GiB", "no step lost", [])
     assert row.sample == "samples/step_000020/prompt_00.mp4"
     # It goes on: the state is that of the last output, and a step takes 0.25 s.
@@ -78,7 +78,7 @@ def test_torn_and_old_files_cost_their_part_only(run_dir: Path) -> None:
     row = read_row(run_dir)
     assert row.step == 20
     assert row.notes == ["status.json is not a JSON object and is ignored."]
-    assert (row.sparkline, row.last_loss) == ("", "1.500")
+    assert (row.sparkline_points, row.last_loss) == ("", "1.500")
     # Of a version that wrote the losses under another name, and no status.
     (run_dir / "status.json").unlink()
     (run_dir / "eval_loss.jsonl").unlink()

@@ -231,13 +231,13 @@ def test_a_clip_opens_from_its_thumbnail(browser: Any, server: StudioServer, roo
 def test_findings_come_into_a_page_that_was_shown_before_them(
     browser: Any, server: StudioServer, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_check, check_all = Event(), CaptionEdits.check_all
+    may_check, check_all_captions = Event(), CaptionEdits.check_all_captions
 
     def wait_and_check(edits: CaptionEdits, table: CaptionTable) -> Any:
         assert may_check.wait(60)
-        return check_all(edits, table)
+        return check_all_captions(edits, table)
 
-    monkeypatch.setattr(CaptionEdits, "check_all", wait_and_check)
+    monkeypatch.setattr(CaptionEdits, "check_all_captions", wait_and_check)
     monkeypatch.setattr(caption_edits, "_MAX_AWAITED_FILES", 0)
     page, errors = open_page(browser, server)
     # Another trigger word is another check.

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from studio_client import ORIGIN, StudioClient
 
-from dit_lora.adapters.marked_save import find_best_save, mark_step
+from dit_lora.adapters.marked_save import find_best_save, mark_step_as_best
 from dit_lora.environment.operating_system import list_gpus
 from dit_lora.errors import DitLoraError
 from dit_lora.studio import jobs
@@ -206,7 +206,7 @@ def test_a_save_is_marked_as_best_and_what_was_measured_stays(
     with pytest.raises(DitLoraError, match="step 20, was deleted"):
         find_best_save(folder)
     with pytest.raises(DitLoraError, match="has no save with an adapter"):
-        mark_step(folder, 30)
+        mark_step_as_best(folder, 30)
     (folder / "checkpoints" / "best.json").unlink()
     with pytest.raises(DitLoraError, match="--mark-best STEP"):
         find_best_save(folder)

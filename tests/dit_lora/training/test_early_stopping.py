@@ -6,7 +6,7 @@ import pytest
 
 from dit_lora.config.load import parse_recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.training.early_stopping import find_stalled_best
+from dit_lora.training.early_stopping import find_best_step_if_stalled
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ from dit_lora.training.early_stopping import find_stalled_best
     ],
 )
 def test_measurements_after_the_best_are_counted(losses: dict[int, float], stop_after: int, best: int | None) -> None:
-    assert find_stalled_best(losses, stop_after) == best
+    assert find_best_step_if_stalled(losses, stop_after) == best
 
 
 @pytest.mark.parametrize(

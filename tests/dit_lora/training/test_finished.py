@@ -9,7 +9,7 @@ import pytest
 from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe import Recipe
 from dit_lora.training.checkpoints.files import checkpoint_path
-from dit_lora.training.experts import is_done
+from dit_lora.training.experts import is_run_finished
 from dit_lora.training.finished import find_finished_step, is_finished
 
 SMOKE = Path(__file__).parents[3] / "recipes" / "smoke" / "cogvideox.yaml"
@@ -60,7 +60,7 @@ def test_the_last_step_is_the_recipes_or_the_one_that_stop_after_ends(
     run: Path, overrides: tuple[str, ...], step: int | None
 ) -> None:
     assert find_finished_step(recipe(run, *overrides)) == step
-    assert is_done(recipe(run, *overrides)) is (step is not None)
+    assert is_run_finished(recipe(run, *overrides)) is (step is not None)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,9 @@ def test_an_expert_that_was_stopped_early_is_not_trained_again(tmp_path: Path) -
     pair = recipe(tmp_path / "run", *STOPS_EARLY, "train.steps=40", "model.part=both", "model.family=wan")
     first = recipe(tmp_path / "run" / "high_noise", *STOPS_EARLY)
     write_run(tmp_path / "run" / "high_noise")
-    assert is_done(first)
+    assert is_run_finished(first)
     assert not is_finished(pair)
     write_run(tmp_path / "run" / "low_noise")
     assert is_finished(pair)
     (checkpoint_path(tmp_path / "run" / "high_noise", 6) / "manifest.json").unlink()
-    assert not is_done(first)
+    assert not is_run_finished(first)

@@ -28,10 +28,10 @@ from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.parameters import get_trainable_parameters
 from dit_lora.numerics.streams import RandomStreams
 from dit_lora.training.distributed.engine import Engine
-from dit_lora.training.loop import Loop, train
-from dit_lora.training.optim.build import Schedule, build_optimizer
+from dit_lora.training.loop import TrainingLoopComponents, train
+from dit_lora.training.optim.build import LearningRateSchedule, build_optimizer
 from dit_lora.training.optim.state import optimizer_state
-from dit_lora.training.recovery.monitoring import StepWatcher
+from dit_lora.training.recovery.monitoring import StepMonitor
 from dit_lora.training.recovery.run_recovery import RunFailure
 from dit_lora.training.step import StepResult
 
@@ -128,15 +128,15 @@ def run(path: Path, spoiled: bool) -> dict[str, Any]:
         return micro_batches(rank, ranks, is_torn)[step * ACCUMULATE :]
 
     recovery = Recorder(state)
-    loop = Loop(
+    loop = TrainingLoopComponents(
         engine=Engine(accelerator, model, optimizer),
         loss_function=losses,
-        schedule=Schedule(OPTIM, STEPS),
+        schedule=LearningRateSchedule(OPTIM, STEPS),
         optim=OPTIM,
         accumulate=ACCUMULATE,
         seed=7,
         recovery=recovery,
-        watcher=StepWatcher(Snapshots(state, interval_steps=10)),
+        watcher=StepMonitor(Snapshots(state, interval_steps=10)),
         callbacks=Callbacks(given, note),
     )
     train(loop, start_step=0, steps=STEPS)

@@ -148,7 +148,7 @@ def test_going_back_drops_later_lines_and_counts_samples_from_there(tmp_path: Pa
     for step, loss in ((0, 3.0), (2, 2.0), (4, 1.0)):
         journal.write_eval_losses(step, {"eval_loss": loss})
     journal.write_event(spike(4))
-    journal.rewind(2)
+    journal.remove_lines_after(2)
     assert [line["step"] for line in journal.read_history()] == [1, 2]
     assert read_eval_losses(tmp_path) == {0: 3.0, 2: 2.0}
     assert lines(tmp_path / "events.jsonl") == [spike(4).to_record()]
@@ -156,7 +156,7 @@ def test_going_back_drops_later_lines_and_counts_samples_from_there(tmp_path: Pa
     journal.write_eval_losses(4, {"eval_loss": 0.5})
     assert [line["samples"] for line in journal.read_history()] == [2, 4, 6]
     assert read_eval_losses(tmp_path)[4] == 0.5
-    journal.rewind(0)
+    journal.remove_lines_after(0)
     assert journal.read_history() == []
     assert read_eval_losses(tmp_path) == {0: 3.0}
 
@@ -185,7 +185,7 @@ def test_lines_that_a_full_disk_does_not_take_end_the_run_and_are_written_when_t
     assert [str(error) for error in failed] == [
         f"cannot write {tmp_path / 'metrics.jsonl'}: No space left on device"
     ] * 2
-    journal.flush()
+    journal.flush_unwritten_lines()
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2]
     assert lines(tmp_path / "events.jsonl") == [spike(2).to_record()]
 

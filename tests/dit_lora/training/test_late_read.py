@@ -14,17 +14,17 @@ from small_loop import TrippedError, batches, build, equal, failing_first, run, 
 from torch import distributed
 
 from dit_lora.data.loading.batch import Batch
-from dit_lora.training.loop import Loop, max_resident_micro_batches, train
+from dit_lora.training.loop import TrainingLoopComponents, max_resident_micro_batches, train
 from dit_lora.training.step import StepResult
 from dit_lora.training.step_metrics import PendingMetrics
 
-_KEPT: list[Loop] = []
+_KEPT: list[TrainingLoopComponents] = []
 
 
-def in_flight(loop: Loop, patch: pytest.MonkeyPatch) -> list[str]:
+def in_flight(loop: TrainingLoopComponents, patch: pytest.MonkeyPatch) -> list[str]:
     """The calls of a step in order; for a row that is read, also whether gradients of the next step exist."""
     order: list[str] = []
-    forward, read, number = loop.watcher.watch_forward, PendingMetrics.read, [0]
+    forward, read, number = loop.watcher.record_forward_outputs, PendingMetrics.read_gathered_metrics, [0]
 
     def launched(step: int) -> Any:
         number[0] = step
@@ -43,8 +43,8 @@ def in_flight(loop: Loop, patch: pytest.MonkeyPatch) -> list[str]:
         order.append(f"update {number[0]}")
         step(*arguments)
 
-    patch.setattr(loop.watcher, "watch_forward", launched)
-    patch.setattr(PendingMetrics, "read", noted)
+    patch.setattr(loop.watcher, "record_forward_outputs", launched)
+    patch.setattr(PendingMetrics, "read_gathered_metrics", noted)
     patch.setattr(inner, "step", updated)
     return order
 

@@ -29,11 +29,11 @@ from dit_lora.data.loading.batch import Batch
 from dit_lora.guard.finite_gate import BadStateError
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import RandomStreams, draw_integers
-from dit_lora.training.loop import Loop, train
+from dit_lora.training.loop import TrainingLoopComponents, train
 from dit_lora.training.step import StepResult
 
 
-def fake(loop: Loop) -> FakeRecovery:
+def fake(loop: TrainingLoopComponents) -> FakeRecovery:
     assert isinstance(loop.recovery, FakeRecovery)
     return loop.recovery
 
@@ -273,13 +273,13 @@ def test_the_watcher_is_called_in_the_order_that_the_loop_promises(
         monkeypatch.setattr(owner, name, called)
 
     for name in (
-        "watch_forward", "collect_gradients", "get_clip_bound", "before_update", "after_update",
+        "record_forward_outputs", "collect_gradient_statistics", "get_clip_bound", "before_update", "after_update",
     ):  # fmt: skip
         note(loop.watcher, name)
     note(loop.engine.optimizer.optimizer, "step")
     run(loop, 1, batches(2))
     assert order == [
-        "watch_forward", "collect_gradients", "get_clip_bound", "before_update", "step", "after_update",
+        "record_forward_outputs", "collect_gradient_statistics", "get_clip_bound", "before_update", "step", "after_update",
     ]  # fmt: skip
 
 

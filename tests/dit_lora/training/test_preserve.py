@@ -13,10 +13,10 @@ from dit_lora.adapters.attach import ADAPTER_NAME, FROZEN_ADAPTER_PREFIX
 from dit_lora.adapters.under import disable_trained_adapter
 from dit_lora.config.optim import PreserveConfig
 from dit_lora.data.loading.batch import PRESERVE_PREFIX, PRESERVE_WEIGHT, Batch
-from dit_lora.data.loading.encoded import Entry
+from dit_lora.data.loading.encoded import SampleCacheKeys
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import DrawFunctions, RandomStreams
-from dit_lora.training.guided_target import record_outputs
+from dit_lora.training.guided_target import record_model_outputs
 from dit_lora.training.replayable_batch import compute_training_losses, mean_squared_difference
 
 ROWS, WIDTH = 3, 5
@@ -37,7 +37,7 @@ class Plain:
 
     path = Path("plain")
 
-    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
+    def get_random_input_samplers(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
         raise NotImplementedError
 
     def losses(self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams) -> LossOutput:
@@ -159,7 +159,7 @@ def test_samples_of_all_calls_are_recorded_in_order(calls: str) -> None:
             return ([outputs[row] for row in rows],) if calls == "list" else (outputs[rows],)
 
     model, rows = Model(), list[list[torch.Tensor]]()
-    with record_outputs(model, rows):
+    with record_model_outputs(model, rows):
         for numbers in [[0], [1], [2]] if calls == "rows" else [[0, 1, 2]]:
             model(numbers)
     assert len(rows) == 1
@@ -167,11 +167,11 @@ def test_samples_of_all_calls_are_recorded_in_order(calls: str) -> None:
 
 
 def test_of_several_class_words_each_draw_has_one() -> None:
-    entry = Entry("a", "video", "text", preserve_text_keys=("dog", "puppy", "hound"))
+    entry = SampleCacheKeys("a", "video", "text", preserve_text_keys=("dog", "puppy", "hound"))
     keys = [entry.choose_preserve_text_key(draw) for draw in range(300)]
     assert keys == [entry.choose_preserve_text_key(draw) for draw in range(300)]
     assert all(60 < keys.count(key) < 140 for key in entry.preserve_text_keys)
-    assert Entry("a", "video", "text").choose_preserve_text_key(3) is None
+    assert SampleCacheKeys("a", "video", "text").choose_preserve_text_key(3) is None
 
 
 def test_masks_of_its_captions_stay_on_the_host_too() -> None:

@@ -32,7 +32,7 @@ from dit_lora.data.loading.batch import HOST_TENSORS, Batch
 from dit_lora.families import DIFFUSION_FAMILIES
 from dit_lora.training import loop
 from dit_lora.training.fit import RunCallbacks
-from dit_lora.training.recovery.monitoring import StepWatcher
+from dit_lora.training.recovery.monitoring import StepMonitor
 from dit_lora.training.step import StepResult
 
 Main = Callable[[list[str]], None]
@@ -130,9 +130,9 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[Reads]:
     """The reads of every step of the runs within it, and the order in which steps are launched, updated and read."""
     reads, to = Reads(), Batch.to
     train_step, read_metrics, on_step = loop._train_step, loop._read_metrics, RunCallbacks.on_step
-    launch, update = StepWatcher.watch_forward, StepWatcher.before_update
+    launch, update = StepMonitor.record_forward_outputs, StepMonitor.before_update
 
-    def step(given: loop.Loop, state: Any, number: int) -> bool:
+    def step(given: loop.TrainingLoopComponents, state: Any, number: int) -> bool:
         bare = given.engine.unwrapped_model
         reads.put([*bare.parameters(), *bare.buffers()])
         with reads, Sends(reads):
@@ -141,7 +141,7 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[Reads]:
         reads.found.clear()
         return goes_on
 
-    def read(given: loop.Loop, pending: Any) -> Any:
+    def read(given: loop.TrainingLoopComponents, pending: Any) -> Any:
         """Counted with the step that is read, and not with the one under way."""
         earlier = reads.found.copy()
         outcome = read_metrics(given, pending)
@@ -156,11 +156,11 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[Reads]:
             on_step(callbacks, result)
         reads.is_paused = False
 
-    def launched(watcher: StepWatcher, number: int) -> Any:
+    def launched(watcher: StepMonitor, number: int) -> Any:
         reads.order.append(f"launch {number}")
         return launch(watcher, number)
 
-    def updated(watcher: StepWatcher, number: int) -> None:
+    def updated(watcher: StepMonitor, number: int) -> None:
         reads.order.append(f"update {number}")
         update(watcher, number)
 
@@ -174,8 +174,8 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[Reads]:
         during.setattr(loop, "_train_step", step)
         during.setattr(loop, "_read_metrics", read)
         during.setattr(RunCallbacks, "on_step", followed)
-        during.setattr(StepWatcher, "watch_forward", launched)
-        during.setattr(StepWatcher, "before_update", updated)
+        during.setattr(StepMonitor, "record_forward_outputs", launched)
+        during.setattr(StepMonitor, "before_update", updated)
         during.setattr(Batch, "to", moved)
         for name in METHODS:
             during.setattr(torch.Tensor, name, noting(reads, name), raising=False)

@@ -20,12 +20,12 @@ from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.data.loading.batch import Batch
 from dit_lora.families import get_family
 from dit_lora.guard import replay as numerics_replay
-from dit_lora.guard.replay import MicroBatch, Outcome
+from dit_lora.guard.replay import MicroBatch, ReplayOutcome
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.training.distributed.engine import Engine
-from dit_lora.training.loop import Loop, train
-from dit_lora.training.optim.build import Schedule, build_optimizer
-from dit_lora.training.recovery.monitoring import StepWatcher
+from dit_lora.training.loop import TrainingLoopComponents, train
+from dit_lora.training.optim.build import LearningRateSchedule, build_optimizer
+from dit_lora.training.recovery.monitoring import StepMonitor
 from dit_lora.training.recovery.run_recovery import RunFailure
 
 Gradients = dict[str, torch.Tensor]
@@ -67,12 +67,12 @@ class Kept:
         raise StepEndedError
 
 
-class Watching(StepWatcher):
+class Watching(StepMonitor):
     """Keeps the step's gradients before they are clipped."""
 
     kept: Kept
 
-    def collect_gradients(self, step: int) -> None:
+    def collect_gradient_statistics(self, step: int) -> None:
         named = self.kept.model.named_parameters()
         self.kept.gradients = {n: p.grad.clone() for n, p in named if p.grad is not None}
 
@@ -100,10 +100,10 @@ def tripped(path: Path, *, dtype: str, dropout: float, checkpointing: bool, accu
             kept_step.losses.append(output.losses.detach().clone())
         return output
 
-    loop = Loop(
+    loop = TrainingLoopComponents(
         engine=Engine(accelerator, model, optimizer),
         loss_function=losses,
-        schedule=Schedule(OPTIM, 3),
+        schedule=LearningRateSchedule(OPTIM, 3),
         optim=OPTIM,
         accumulate=accumulate,
         seed=7,
@@ -136,7 +136,7 @@ def noted_gradients(model: nn.Module) -> Iterator[Gradients]:
         handle.remove()
 
 
-def replayed(kept: Kept, index: int) -> tuple[Outcome, Gradients]:
+def replayed(kept: Kept, index: int) -> tuple[ReplayOutcome, Gradients]:
     with noted_gradients(kept.model) as gradients:
         outcome = numerics_replay.replay_micro_batch(kept.micro_batches[index], kept.model)
     return outcome, gradients
@@ -200,7 +200,9 @@ def test_other_draws_and_other_samples_give_other_losses(
     path = tiny_checkpoints["cogvideox-2b"]
     failed_step = tripped(path, dtype="fp32", dropout=0.0, checkpointing=False, accumulate=1)
     (micro_batch,) = failed_step.micro_batches
-    redraws = [numerics_replay.replay_micro_batch(micro_batch.redraw(number), failed_step.model) for number in (0, 1)]
+    redraws = [
+        numerics_replay.replay_micro_batch(micro_batch.redraw_noise(number), failed_step.model) for number in (0, 1)
+    ]
     replay, _ = replayed(failed_step, 0)
     assert len({replay.timesteps, *(redraw.timesteps for redraw in redraws)}) == 3
     separate = micro_batch.select_sample(1)

@@ -14,7 +14,7 @@ from dit_lora.training.checkpoints.files import VALIDATION_CONVERSATIONS_KEY, VA
 from dit_lora.training.prepare import build_trajectory_config
 from dit_lora.training.session.session import Session
 from dit_lora.training.task import Setup
-from dit_lora.training.tasks.registry import task_of
+from dit_lora.training.tasks.registry import get_task_of_family
 
 VALUES: dict[str, Any] = {
     "model": {"family": "dit", "path": "x"},
@@ -33,7 +33,7 @@ def identity(validation_digest: str = "", **changes: Any) -> dict[str, Any]:
     ranks, precision = SimpleNamespace(num_processes=2), Precision(torch.float32, "test")
     session = Session(parse_recipe(values, "test"), cast(Accelerator, ranks), precision)
     data: Any = SimpleNamespace(transformer_digest="t", data_digest="d", validation_digest=validation_digest)
-    task = task_of(session.recipe.model.family)
+    task = get_task_of_family(session.recipe.model.family)
     nothing: Any = None
     return build_trajectory_config(Setup(session, task, nothing, data, nothing))
 

@@ -10,7 +10,7 @@ import pytest
 from dit_lora.data.loading.training_set import TrainingData
 from dit_lora.errors import DitLoraError, InterruptedRunError
 from dit_lora.guard.finite_gate import NonFiniteError
-from dit_lora.training.status import status_noted, write_data_record
+from dit_lora.training.status import record_run_status, write_data_record
 
 
 def session(folder: Path, *, is_main: bool = True) -> Any:
@@ -35,7 +35,7 @@ def status(folder: Path) -> Any:
 )
 def test_the_last_word_is_how_the_run_ended(tmp_path: Path, error: BaseException | None, state: str) -> None:
     def body() -> None:
-        with status_noted(session(tmp_path), "/home/me/secret/kitten.yaml"):
+        with record_run_status(session(tmp_path), "/home/me/secret/kitten.yaml"):
             assert status(tmp_path) == {"state": "running", "recipe": "kitten.yaml"}
             if error is not None:
                 raise error
@@ -51,13 +51,13 @@ def test_the_last_word_is_how_the_run_ended(tmp_path: Path, error: BaseException
 def test_only_the_main_process_writes_and_a_full_disk_ends_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with status_noted(session(tmp_path, is_main=False), "a.yaml"):
+    with record_run_status(session(tmp_path, is_main=False), "a.yaml"):
         pass
     none: Any = SimpleNamespace(entries=[])
     write_data_record(session(tmp_path, is_main=False), TrainingData(none, "", ""))
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "status.json").mkdir()
-    with status_noted(session(tmp_path), "a.yaml"):
+    with record_run_status(session(tmp_path), "a.yaml"):
         pass
 
 
@@ -79,7 +79,7 @@ def test_the_last_word_is_true_though_the_disk_is_full(tmp_path: Path, monkeypat
         raise OSError(28, "No space left on device")
 
     def body() -> None:
-        with status_noted(session(tmp_path), "kitten.yaml"):
+        with record_run_status(session(tmp_path), "kitten.yaml"):
             size.append((tmp_path / "status.json").stat().st_size)
             monkeypatch.setattr("dit_lora.training.status.write_atomically", full)
             raise InterruptedRunError("asked", 130)

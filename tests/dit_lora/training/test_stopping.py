@@ -65,7 +65,7 @@ def frozen(found: Diagnosis) -> Diagnosis:
 
 def test_a_bad_frozen_weight_costs_no_trained_one(guarded: Guarded) -> None:
     """The step was not taken: the trained weights are those of the previous step, which are saved."""
-    guarded.recovery.snapshots.take(2)
+    guarded.recovery.snapshots.take_snapshot(2)
     guarded.train(3, 4)
     expected = guarded.copy()
     with pytest.raises(NonFiniteError) as error:
@@ -82,7 +82,7 @@ def test_a_stop_for_bad_trained_weights_saves_the_newest_snapshot_that_no_checkp
 ) -> None:
     guarded = Guarded(tmp_path, on_nonfinite=["stop"])
     guarded.train(1, 2)
-    guarded.recovery.snapshots.take(2)
+    guarded.recovery.snapshots.take_snapshot(2)
     expected = guarded.copy()
     guarded.train(3, 4)
     guarded.files.newest = newest
@@ -102,7 +102,7 @@ def test_a_stop_for_bad_trained_weights_saves_the_newest_snapshot_that_no_checkp
 def test_what_was_found_is_said_once_after_all_its_places_and_a_rollback_says_what_it_costs(
     guarded: Guarded,
 ) -> None:
-    guarded.recovery.snapshots.take(0)
+    guarded.recovery.snapshots.take_snapshot(0)
     guarded.train(1, 5)
     diagnoses = [replace(make_diagnosis("weights"), micro_step=micro) for micro in range(2)]
     assert guarded.fail_step(6, *diagnoses) == 0

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from topologies import Case, Engine, Fault, Seen, run_all
 
 from dit_lora.errors import DitLoraError
-from dit_lora.guard.gradient_check.directions import Displacement
+from dit_lora.guard.gradient_check.directions import WeightDisplacement
 from dit_lora.numerics.ranks import get_num_processes, get_process_index
 
 pytestmark = pytest.mark.slow
@@ -177,15 +177,15 @@ def resumed(table: Table, engine: Engine, ranks: int, accumulate: int, start: st
 def fail_in_gradient_check(patches: pytest.MonkeyPatch) -> None:
     """An error on the last rank while the weights are displaced."""
     without_verification(patches)
-    move_to = Displacement.move_to
+    move_to = WeightDisplacement.move_weights_to_position
 
-    def fail(displacement: Displacement, position: int) -> float:
+    def fail(displacement: WeightDisplacement, position: int) -> float:
         predicted = move_to(displacement, position)
         if position == 2 and get_process_index() == get_num_processes() - 1:
             raise TypeError("no such weight")
         return predicted
 
-    patches.setattr(Displacement, "move_to", fail)
+    patches.setattr(WeightDisplacement, "move_weights_to_position", fail)
 
 
 def require_whole(table: Table, name: str, ranks: int) -> None:

@@ -11,7 +11,7 @@ from dit_lora.verify.verified_files import (
     find_changed_files,
     list_result_files,
     require_file_unchanged,
-    require_unchanged,
+    require_result_unchanged,
     write_verification,
 )
 
@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_files_as_they_were_pass(run: Path) -> None:
     (run / "adapter" / "README.md").write_text("another")
-    require_unchanged(run, "push")
+    require_result_unchanged(run, "push")
     require_file_unchanged(run / "adapter" / "lora.safetensors", "lora.init")
 
 
@@ -48,9 +48,9 @@ def test_a_changed_or_missing_file_is_refused_in_one_line(run: Path, name: str) 
 def test_what_has_no_digests_passes(run: Path, tmp_path: Path) -> None:
     write_verification(run, {"passed": True})
     (run / "adapter" / "lora.safetensors").write_text("changed")
-    require_unchanged(run, "push")
+    require_result_unchanged(run, "push")
     (run / VERIFICATION_FILE).unlink()
-    require_unchanged(run, "push")
+    require_result_unchanged(run, "push")
     require_file_unchanged(tmp_path / "elsewhere.safetensors", "lora.init")
 
 

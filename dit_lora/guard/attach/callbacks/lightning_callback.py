@@ -11,7 +11,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.guard.attach.containment import try_or_warn
 from dit_lora.guard.attach.finite_checks import CHECKS
 from dit_lora.guard.attach.guard import Guard
-from dit_lora.guard.attach.interception import Interceptions
+from dit_lora.guard.attach.interception import MethodInterceptions
 from dit_lora.guard.attach.loop_events import EVENTS
 
 if TYPE_CHECKING:
@@ -53,17 +53,17 @@ class LightningGuard(Callback):
         self.checks = checks
         self.guard: Guard | None = None
         """The guard; None before training starts."""
-        self._interceptions = Interceptions()
+        self._interceptions = MethodInterceptions()
         self._is_following = False
 
     def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Start following the data loaders, which Lightning creates before `on_train_start`."""
         # `fit` may be called again with the same callback.
         self._detach()
-        EVENTS.acquire()
+        EVENTS.install_interceptions()
         self._is_following = True
         # The model gets the copy that this method returns.
-        self._interceptions.intercept_method(trainer.strategy, "batch_to_device", self._intercept_move)
+        self._interceptions.intercept_method(trainer.strategy, "batch_to_device", self._intercept_batch_transfer)
 
     def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         # Read on every rank: Lightning broadcasts the log folder.
@@ -82,7 +82,7 @@ class LightningGuard(Callback):
     def on_train_batch_start(
         self, trainer: "Trainer", pl_module: "LightningModule", batch: Any, batch_idx: int
     ) -> None:
-        try_or_warn(lambda: EVENTS.batches.announce_batch(batch), "following a batch")
+        try_or_warn(lambda: EVENTS.batches.set_current_batch(batch), "following a batch")
 
     def on_before_optimizer_step(self, trainer: "Trainer", pl_module: "LightningModule", optimizer: Any) -> None:
         if self.guard is not None:  # the trainer clips right after this
@@ -102,15 +102,15 @@ class LightningGuard(Callback):
             self.guard.check_state()
         return original(*args, **kwargs)
 
-    def _intercept_move(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def _intercept_batch_transfer(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         copy = original(batch, *args, **kwargs)
-        try_or_warn(lambda: EVENTS.batches.record_copy(batch, copy), "following a batch")
+        try_or_warn(lambda: EVENTS.batches.record_batch_copy(batch, copy), "following a batch")
         return copy
 
     def _detach(self) -> None:
         if self.guard is not None:
             self.guard.detach()
-        self._interceptions.undo()
+        self._interceptions.restore_originals()
         if self._is_following:
             self._is_following = False
-            EVENTS.release()
+            EVENTS.release_interceptions()

@@ -33,7 +33,7 @@ class BackwardPasses:
         self._tracked_parameter: weakref.ref[nn.Parameter] | None = None
         """A parameter that had a gradient. If it has none now, the loop has cleared its gradients."""
 
-    def begin_backward(self, tensors: Any) -> bool:
+    def record_backward_start(self, tensors: Any) -> bool:
         """Record the losses of a backward pass that begins.
 
         Returns True if the loop has cleared the earlier gradients.

@@ -4,21 +4,21 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from dit_lora.guard.attach.calls.call_rows import RowCutter
+from dit_lora.guard.attach.calls.call_rows import SampleExtractor
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.objectives import LossOutput
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class CallBatch(MicroBatch):
+class RecordedCallMicroBatch(MicroBatch):
     """A micro-batch made from a recorded model call of a loop. Its noise comes from the loop and cannot be redrawn."""
 
     call: CapturedCall
     model: nn.Module
     failed_call: CapturedCall | None
     """The call that failed in the step, whose random state a healthy call is run with; None if there is none."""
-    cutter: RowCutter | None
+    cutter: SampleExtractor | None
     """Extracts single samples from the call; None if samples cannot be told apart."""
 
     @classmethod
@@ -31,8 +31,8 @@ class CallBatch(MicroBatch):
         micro_step: int,
         rank: int,
         failed_call: CapturedCall | None = None,
-    ) -> "CallBatch":
-        cutter = call.make_cutter()
+    ) -> "RecordedCallMicroBatch":
+        cutter = call.get_sample_extractor()
         labels = call.collect_row_tensors().get("labels")
         return cls(
             ids=call.ids if cutter is not None else (),
@@ -50,12 +50,12 @@ class CallBatch(MicroBatch):
         )
 
     def forward(self) -> LossOutput:
-        return self.call.replay(self.model)
+        return self.call.compute_replay_losses(self.model)
 
-    def select_sample(self, index: int) -> "CallBatch":
-        return self if self.cutter is None else self._replace_call(self.call.select_row(index, self.cutter))
+    def select_sample(self, index: int) -> "RecordedCallMicroBatch":
+        return self if self.cutter is None else self._replace_call(self.call.select_sample_row(index, self.cutter))
 
-    def move_to(self, position: MicroBatch, *, copies_seeds: bool = False) -> "CallBatch":
+    def move_to_run_position(self, position: MicroBatch, *, copies_seeds: bool = False) -> "RecordedCallMicroBatch":
         # At its own position the call keeps its own random state.
         is_here = (position.step, position.micro_step) == (self.step, self.micro_step)
         if self.failed_call is None or is_here:
@@ -68,7 +68,7 @@ class CallBatch(MicroBatch):
         )
         return self._replace_call(moved)
 
-    def _replace_call(self, call: CapturedCall) -> "CallBatch":
+    def _replace_call(self, call: CapturedCall) -> "RecordedCallMicroBatch":
         return self.from_call(
             call,
             self.model,

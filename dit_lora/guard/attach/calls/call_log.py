@@ -35,19 +35,19 @@ class CallLog:
         """Function that is called when the recording of a model call begins."""
         self.on_end: Callable[[], None] = lambda: None
         """Called when a call has ended."""
-        self.get_batch_number: Callable[[], int | None] = batches.get_current_number
+        self.get_batch_number: Callable[[], int | None] = batches.get_current_batch_number
         """Returns the number of the batch that a call starting now belongs to; None if that is not certain."""
         self._outputs: deque[tuple[StorageWeakRef, int]] = deque(maxlen=_MAX_OUTPUTS)
         """Storages of recent model outputs, each with its step. Weak: a freed address can be reused."""
         self._num_steps = 0
 
-    def begin(self, call: CapturedCall) -> None:
+    def begin_call(self, call: CapturedCall) -> None:
         self.calls.append(call)
         if len(self.calls) > _MAX_CALLS:
             del self.calls[0]
         self.on_begin()
 
-    def end(self, output: Any) -> None:
+    def end_call(self, output: Any) -> None:
         # The common case of a plain tensor needs no search.
         tensors = [output] if type(output) is torch.Tensor else [t for _, t in iter_tensors(output)]
         for tensor in tensors:
@@ -55,7 +55,7 @@ class CallLog:
                 self._outputs.append((StorageWeakRef(tensor.untyped_storage()), self._num_steps))
         self.on_end()
 
-    def renew_gradients(self) -> None:
+    def record_gradient_reset(self) -> None:
         """Record that the training loop has cleared its gradients and started new ones.
 
         Recorded model calls that the loop differentiates twice (create_graph=True) stay: they are part of the loss of
@@ -66,10 +66,10 @@ class CallLog:
                 call.generation += 1
         self.generation += 1
 
-    def drop(self, call: CapturedCall) -> None:
+    def drop_call(self, call: CapturedCall) -> None:
         self.calls[:] = [logged for logged in self.calls if logged is not call]
 
-    def drop_stale(self) -> None:
+    def drop_stale_calls(self) -> None:
         """Drop recorded model calls that no current or future gradient comes from, before a new call takes memory."""
         live_generation: int | None = self.generation
         if self.is_step_over:
@@ -86,7 +86,7 @@ class CallLog:
                 if call.generation == live_generation or (call.generation < 0 and call.can_get_gradient)
             ]
 
-    def get_current(self) -> list[CapturedCall]:
+    def get_current_calls(self) -> list[CapturedCall]:
         """Recorded model calls that the current gradients come from.
 
         If there are none, those that no gradient has reached yet.

@@ -20,7 +20,7 @@ _LOG = logging.getLogger("dit_lora")
 
 
 @dataclass
-class Recorder:
+class ModelCallRecorder:
     """Records every training call of one model in a log, with its output and the gradient of its output."""
 
     model: nn.Module
@@ -32,7 +32,7 @@ class Recorder:
     """True once a gradient came back to an output."""
     _has_warned: bool = False
 
-    def handle(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_and_record_call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Replacement of the model's `__call__`, which runs the original and records training calls."""
         # Replays and calls inside a call of this model are not the loop's own.
         if (
@@ -41,22 +41,26 @@ class Recorder:
             or run_uncompiled(lambda: not is_training_call() or has_redirected_forward(self.model))
         ):
             return original(*args, **kwargs)
-        call = run_uncompiled(lambda: try_or_warn(lambda: self.begin(args, kwargs), "recording a model's call"))
+        call = run_uncompiled(
+            lambda: try_or_warn(lambda: self.record_call_start(args, kwargs), "recording a model's call")
+        )
         self.is_open = True
         try:
             output = original(*args, **kwargs)
         finally:
             self.is_open = False
         if call is not None:
-            run_uncompiled(lambda: try_or_warn(lambda: self.end(call, output), "recording a model's output"))
+            run_uncompiled(
+                lambda: try_or_warn(lambda: self.record_call_output(call, output), "recording a model's output")
+            )
         return output
 
-    exclude_from_dynamo(handle)
+    exclude_from_dynamo(run_and_record_call)
 
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedCall:
+    def record_call_start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedCall:
         """Record a model call's arguments and random state, before the model runs."""
         log = self.log
-        log.drop_stale()
+        log.drop_stale_calls()
         versions: list[tuple[torch.Tensor, int]] = []
 
         # Detach the recorded tensors, so that they do not keep an autograd graph in memory.
@@ -94,19 +98,19 @@ class Recorder:
             argument_ids=(*map(id, args), *map(id, kwargs.values())),
             tensor_versions=tuple(versions),
         )
-        log.begin(call)
+        log.begin_call(call)
         if call.sample_names and not self._has_warned and len(call.sample_names) != call.num_samples:
             self._has_warned = True
             num_ids, num_rows = len(call.sample_names), call.num_samples
             _LOG.warning("guard.microbatch: %d ids for %d rows; rows are numbered", num_ids, num_rows)
         return call
 
-    def end(self, call: CapturedCall, output: Any) -> None:
+    def record_call_output(self, call: CapturedCall, output: Any) -> None:
         """Add the model's output to a recorded call, and hooks that record the output's gradients."""
-        self.log.end(output)
+        self.log.end_call(output)
         tensors = find_main_outputs(output)
         if not tensors:  # no tensor in the output: there is nothing to replay
-            self.log.drop(call)
+            self.log.drop_call(call)
             return
         call.outputs = tuple([tensor.detach() for tensor in tensors])
         call.output_gradients = [None] * len(tensors)
@@ -128,7 +132,7 @@ class Recorder:
         # Change the list in place: the log holds the same object.
         self.log.calls[:] = [call for call in self.log.calls if call.owner is not self.model]
 
-    def find_out_of_range(self) -> list[str]:
+    def find_out_of_range_ids(self) -> list[str]:
         """Describe the samples of the last call whose token ids exceed every embedding table that they might index."""
         if not self.log.calls:
             return []
@@ -154,7 +158,7 @@ class _GradientHook:
     It lives as long as the output's graph.
     """
 
-    def __init__(self, recorder: Recorder, call: "weakref.ref[CapturedCall]", number: int) -> None:
+    def __init__(self, recorder: ModelCallRecorder, call: "weakref.ref[CapturedCall]", number: int) -> None:
         self._recorder = recorder
         self._call = call
         self._number = number

@@ -65,7 +65,7 @@ class SamplePart:
     num_parts: int
 
 
-def iter_parts(arguments: Arguments) -> Iterator[list[SamplePart]]:
+def iter_sample_parts(arguments: Arguments) -> Iterator[list[SamplePart]]:
     """Yield for each floating-point argument of a call its parts: one per sample if it is split by sample."""
     count = count_samples(arguments)
     for name, value in _name_arguments(arguments).items():
@@ -89,14 +89,14 @@ def _is_list_of_samples(value: Any, count: int) -> bool:
 
 
 @dataclass(frozen=True)
-class RowCutter:
+class SampleExtractor:
     """Extracts one sample from a model call's arguments and outputs."""
 
     count: int
     patches: Mapping[str, tuple[tuple[int, int], ...]]
     """Start and end of each sample's part, by keyword argument, for packed patches and their grids."""
 
-    def cut(self, arguments: Arguments, row: int) -> Arguments:
+    def extract_sample_arguments(self, arguments: Arguments, row: int) -> Arguments:
         """Arguments of a model call with only one sample. Values that are not split by sample stay unchanged."""
         args, kwargs = arguments
         parts = {}
@@ -105,16 +105,16 @@ class RowCutter:
                 start, end = self.patches[name][row]
                 parts[name] = value[start:end]
             else:
-                parts[name] = self.cut_value(value, row)
-        return tuple(self.cut_value(value, row) for value in args), parts
+                parts[name] = self.extract_sample_value(value, row)
+        return tuple(self.extract_sample_value(value, row) for value in args), parts
 
-    def cut_value(self, value: Any, row: int) -> Any:
-        def part(tensor: torch.Tensor) -> torch.Tensor:
+    def extract_sample_value(self, value: Any, row: int) -> Any:
+        def select_tensor_row(tensor: torch.Tensor) -> torch.Tensor:
             return tensor[row : row + 1] if has_rows(tensor, self.count) else tensor
 
         if _is_list_of_samples(value, self.count):
             return value[row : row + 1]
-        return map_tensors(part, value)
+        return map_tensors(select_tensor_row, value)
 
     def replace_row(self, arguments: Arguments, row: int, source: int) -> Arguments | None:
         """Copy the arguments with sample `row` replaced by sample `source`; None if the samples differ in size."""
@@ -123,7 +123,7 @@ class RowCutter:
             return None
         args, kwargs = arguments
 
-        def exchange(value: Any) -> Any:
+        def replace_value_row(value: Any) -> Any:
             if _is_list_of_samples(value, self.count):
                 return [value[source] if n == row else element for n, element in enumerate(value)]
             return map_tensors(copy_row, value)
@@ -135,17 +135,20 @@ class RowCutter:
             changed[row] = tensor[source]
             return changed
 
-        return (tuple(exchange(value) for value in args), {name: exchange(value) for name, value in kwargs.items()})
+        return (
+            tuple(replace_value_row(value) for value in args),
+            {name: replace_value_row(value) for name, value in kwargs.items()},
+        )
 
-    def cut_outputs(self, outputs: Sequence[Any], row: int) -> tuple[Any, ...]:
+    def extract_sample_outputs(self, outputs: Sequence[Any], row: int) -> tuple[Any, ...]:
         """One sample's part of a model's outputs, or of the gradients of these outputs."""
         # One output tensor per sample.
         if len(outputs) == self.count > 1:
             return tuple(outputs[row : row + 1])
-        return tuple(self.cut_value(value, row) for value in outputs)
+        return tuple(self.extract_sample_value(value, row) for value in outputs)
 
 
-def make_row_cutter(arguments: Arguments, config: Any) -> RowCutter | None:
+def make_sample_extractor(arguments: Arguments, config: Any) -> SampleExtractor | None:
     """Create an object that extracts single samples from a model call; None if that is impossible.
 
     It is impossible if the packed patches of several samples cannot be told apart.
@@ -166,13 +169,13 @@ def make_row_cutter(arguments: Arguments, config: Any) -> RowCutter | None:
                 continue
             return None
         tokens = _count_patch_tokens(kwargs, getattr(config, token_name, None), token_type)
-        parts = _split_grid(grid, tokens) if tokens is not None else None
+        parts = _split_patches_by_sample(grid, tokens) if tokens is not None else None
         # All packed patches have to be accounted for by the grid.
         if parts is None or int(grid.prod(1).sum()) != len(values):
             return None
         images, patches = parts
         bounds[grid_name], bounds[values_name] = images, patches
-    return RowCutter(count, bounds)
+    return SampleExtractor(count, bounds)
 
 
 def _count_patch_tokens(kwargs: Mapping[str, Any], token: Any, token_type: int) -> list[int] | None:
@@ -187,7 +190,7 @@ def _count_patch_tokens(kwargs: Mapping[str, Any], token: Any, token_type: int) 
     return None
 
 
-def _split_grid(
+def _split_patches_by_sample(
     grid: torch.Tensor, tokens: list[int]
 ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]] | None:
     """Start and end of each sample's images, and of their patches; None if tokens and grids do not add up.

@@ -28,7 +28,7 @@ _STORABLE_DTYPES = (
 )
 
 
-class CallWriter:
+class CallSerializer:
     """Converts the values of a model call to JSON nodes; collects their tensors and values that cannot be stored."""
 
     def __init__(self, generator: tuple[torch.Generator, torch.Tensor] | None = None) -> None:
@@ -39,14 +39,14 @@ class CallWriter:
         self._generator = generator
         self._numbers: dict[int, str] = {}
 
-    def to_node(self, value: Any, path: str) -> Node:
+    def to_json_node(self, value: Any, path: str) -> Node:
         """Convert one value of a model call to a JSON node; `path` names it in messages."""
         kind = type(value)
         if kind in (torch.Tensor, nn.Parameter):
             # safetensors stores neither sparse nor nested tensors.
             is_dense = value.layout is torch.strided and not value.is_nested
             if not is_dense or value.dtype not in _STORABLE_DTYPES:
-                return self._omit_value(path, f"a tensor of {value.dtype if is_dense else value.layout}")
+                return self._record_omitted_value(path, f"a tensor of {value.dtype if is_dense else value.layout}")
             # A tensor that occurs several times is stored once, under one number.
             number = self._numbers.setdefault(id(value), str(len(self._numbers)))
             self.tensors[number] = value
@@ -57,11 +57,11 @@ class CallWriter:
         if kind in _PLAIN_TYPES:
             return {"value": value}
         if kind in (list, tuple, torch.Size):
-            nodes = [self.to_node(item, f"{path}[{index}]") for index, item in enumerate(value)]
+            nodes = [self.to_json_node(item, f"{path}[{index}]") for index, item in enumerate(value)]
             return {"list" if kind is list else "tuple": nodes}
         if kind in _DICT_TYPES and all(type(key) in (str, int) for key in value):
             # Store pairs: as JSON keys, integers would become strings.
-            pairs = [[key, self.to_node(item, f"{path}[{key!r}]")] for key, item in value.items()]
+            pairs = [[key, self.to_json_node(item, f"{path}[{key!r}]")] for key, item in value.items()]
             return {"dict": pairs}
         if kind is torch.dtype:
             return {"dtype": str(value).removeprefix("torch.")}
@@ -69,14 +69,14 @@ class CallWriter:
             return {"device": value.type}
         if self._generator is not None and value is self._generator[0]:
             return {"generator": value.device.type}
-        return self._omit_value(path, f"a {kind.__module__}.{kind.__qualname__}")
+        return self._record_omitted_value(path, f"a {kind.__module__}.{kind.__qualname__}")
 
-    def _omit_value(self, path: str, description: str) -> Node:
+    def _record_omitted_value(self, path: str, description: str) -> Node:
         self.omitted_values.append(f"{path}: {description} is neither a tensor nor a plain value")
         return {"left_out": description}
 
 
-class CallReader:
+class CallDeserializer:
     """Converts the JSON nodes of a stored model call back to values, with tensors on a device."""
 
     def __init__(
@@ -86,7 +86,7 @@ class CallReader:
         self._device = device
         self._generator = generator
 
-    def read_node(self, node: Node) -> Any:
+    def from_json_node(self, node: Node) -> Any:
         """Convert a stored JSON node back to its value.
 
         Raises:
@@ -96,9 +96,9 @@ class CallReader:
             "tensor": lambda number: self._tensors[number].to(self._device),
             "value": lambda value: value,
             "float": float,
-            "list": lambda nodes: [self.read_node(child) for child in nodes],
-            "tuple": lambda nodes: tuple(self.read_node(child) for child in nodes),
-            "dict": lambda pairs: {key: self.read_node(child) for key, child in pairs},
+            "list": lambda nodes: [self.from_json_node(child) for child in nodes],
+            "tuple": lambda nodes: tuple(self.from_json_node(child) for child in nodes),
+            "dict": lambda pairs: {key: self.from_json_node(child) for key, child in pairs},
             "dtype": lambda name: getattr(torch, name),
             "device": lambda _: self._device,
             "generator": lambda _: self._generator,

@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 from dit_lora.guard.attach.calls.call_rows import (
     Arguments,
-    RowCutter,
+    SampleExtractor,
     collect_named_tensors,
     count_samples,
     is_tensor_list,
-    make_row_cutter,
+    make_sample_extractor,
 )
 from dit_lora.guard.attach.samples.loaded_batches import find_bad_rows
 from dit_lora.guard.attach.samples.row_names import format_row_name
@@ -127,32 +127,32 @@ class CapturedCall:
         return self.graph_ref() is not None
 
     @property
-    def is_intact(self) -> bool:
+    def has_unmodified_arguments(self) -> bool:
         """False if an argument of a recorded call has been overwritten since, so that a replay would prove nothing."""
         return all(tensor._version == version for tensor, version in self.tensor_versions)
 
-    def make_cutter(self) -> RowCutter | None:
+    def get_sample_extractor(self) -> SampleExtractor | None:
         """Create an object that extracts single samples from a recorded call; None if samples cannot be told apart."""
-        return make_row_cutter(self.arguments, getattr(self.owner, "config", None))
+        return make_sample_extractor(self.arguments, getattr(self.owner, "config", None))
 
-    def select_row(self, row: int, cutter: RowCutter) -> "CapturedCall":
+    def select_sample_row(self, row: int, cutter: SampleExtractor) -> "CapturedCall":
         """Copy a recorded call with only the sample at this row."""
-        args, kwargs = cutter.cut(self.arguments, row)
+        args, kwargs = cutter.extract_sample_arguments(self.arguments, row)
         return replace(
             self,
             args=args,
             kwargs=kwargs,
             sample_names=(self.ids[row],),
-            outputs=cutter.cut_outputs(self.outputs, row),
-            output_gradients=list(cutter.cut_outputs(self.output_gradients, row)),
+            outputs=cutter.extract_sample_outputs(self.outputs, row),
+            output_gradients=list(cutter.extract_sample_outputs(self.output_gradients, row)),
         )
 
-    def replay(self, model: nn.Module) -> LossOutput:
+    def compute_replay_losses(self, model: nn.Module) -> LossOutput:
         """Run a recorded call again with its random state.
 
         Returns per-sample sums of output times recorded gradient, so that their backward repeats the recorded one.
         """
-        outputs = self.run(model)
+        outputs = self.rerun_model_call(model)
         # The recorded gradient of a bad output is bad, even if the output is finite this time.
         gradients = self.output_gradients if self.has_finite_output else []
         # The derivative of output * gradient is the recorded gradient, so no loss function is needed.
@@ -176,17 +176,17 @@ class CapturedCall:
             return LossOutput(losses, timesteps.detach().flatten())
         return LossOutput(losses, torch.full((count,), -1))
 
-    def run(self, model: nn.Module) -> list[torch.Tensor]:
+    def rerun_model_call(self, model: nn.Module) -> list[torch.Tensor]:
         """Run a recorded call again with its random state; returns the outputs that the loss is computed from."""
         # Dropout draws from these generators, so the same masks need the same state.
         torch.set_rng_state(self.random_state)
         if self.cuda_random_state is not None:
             torch.cuda.set_rng_state(self.cuda_random_state)
-        with self._restore_generator(), restore_autocasts(self.autocasts):
+        with self._use_recorded_rng_state(), restore_autocasts(self.autocasts):
             return find_main_outputs(model(*self.args, **self.kwargs))
 
     @contextmanager
-    def _restore_generator(self) -> Iterator[None]:
+    def _use_recorded_rng_state(self) -> Iterator[None]:
         """Set the loop's random generator to its state at a recorded call, and restore its current state on exit."""
         if self.generator is None:
             yield

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from dit_lora.guard.attach.calls.call_log import CallLog
-from dit_lora.guard.attach.calls.call_recorder import Recorder
+from dit_lora.guard.attach.calls.call_recorder import ModelCallRecorder
 from dit_lora.guard.attach.calls.outermost_calls import OutermostCall, add_listener, remove_listener
 from dit_lora.guard.attach.containment import try_or_warn
 
@@ -17,18 +17,18 @@ class ModelDiscovery:
     It may start before the guard exists.
     """
 
-    def __init__(self, log: CallLog, get_recorders: Callable[[], dict[int, Recorder]]) -> None:
+    def __init__(self, log: CallLog, get_recorders: Callable[[], dict[int, ModelCallRecorder]]) -> None:
         self.log = log
         self.get_recorders = get_recorders
         """Returns the recorders of the models that are watched already, by the model's id."""
-        self._discovered: dict[int, Recorder] = {}
+        self._discovered: dict[int, ModelCallRecorder] = {}
         self.is_searching = False
 
-    def start(self) -> None:
+    def start_recording_calls(self) -> None:
         self.is_searching = True
         add_listener(self._record_call)
 
-    def stop(self) -> None:
+    def stop_recording_calls(self) -> None:
         self.is_searching = False
         remove_listener(self._record_call)
 
@@ -38,7 +38,7 @@ class ModelDiscovery:
         A model whose output may still receive one, as a generator's does after the discriminator's step, stays for the
         next search. Other models, such as a frozen encoder or a collator's table, are not trained.
         """
-        self.stop()
+        self.stop_recording_calls()
         models = []
         for key, recorder in list(self._discovered.items()):
             if recorder.has_gradient:
@@ -60,9 +60,9 @@ class ModelDiscovery:
             yield
             return
         if recorder is None:
-            recorder = self._discovered[id(module)] = Recorder(module, self.log)
-        begun_call = try_or_warn(lambda: recorder.begin(call.args, call.kwargs), "recording a call")
-        num_calls_before = self._count_known_calls()
+            recorder = self._discovered[id(module)] = ModelCallRecorder(module, self.log)
+        begun_call = try_or_warn(lambda: recorder.record_call_start(call.args, call.kwargs), "recording a call")
+        num_calls_before = self._count_calls_of_known_models()
         # Calls of the same module inside this one are not recorded again.
         recorder.is_open = True
         try:
@@ -72,10 +72,10 @@ class ModelDiscovery:
         if begun_call is not None:
             try_or_warn(lambda: recorder.end(begun_call, call.output), "recording an output")
         # The guard may have started with this call.
-        if id(module) not in self.get_recorders() and self._count_known_calls() > num_calls_before:
+        if id(module) not in self.get_recorders() and self._count_calls_of_known_models() > num_calls_before:
             # A known model was called inside this module, and that model is the one to record.
             self._discovered.pop(id(module)).drop_calls()
 
-    def _count_known_calls(self) -> int:
+    def _count_calls_of_known_models(self) -> int:
         recorders = self.get_recorders()
         return sum(id(call.owner) in recorders for call in self.log.calls)

@@ -48,7 +48,7 @@ def gather_rank_calls(
     healthy_calls = [controls[id(call.owner)] for call in selected if id(call.owner) in controls]
     try:
         packed = pickle.dumps(
-            [[_pack_call(call, model_numbers) for call in part] for part in (selected, healthy_calls)]
+            [[_copy_call_to_cpu(call, model_numbers) for call in part] for part in (selected, healthy_calls)]
         )
     except (AttributeError, TypeError, pickle.PicklingError):
         # This rank has to take part in the gather all the same.
@@ -62,15 +62,15 @@ def gather_rank_calls(
     for rank, content in contents.items():
         # Unpickling is safe here: the ranks of this run have written it.
         rank_selected, packed_controls = pickle.loads(content)
-        rank_calls = [_unpack_call(call, number, models, device) for call, number in rank_selected]
-        rank_controls = [_unpack_call(call, number, models, device) for call, number in packed_controls]
+        rank_calls = [_move_call_to_local_model(call, number, models, device) for call, number in rank_selected]
+        rank_controls = [_move_call_to_local_model(call, number, models, device) for call, number in packed_controls]
         if rank_calls:
             controls_by_model = {id(call.owner): call for call in rank_controls}
             all_rank_calls.append(RankCalls(rank, rank_calls, controls_by_model))
     return all_rank_calls
 
 
-def _pack_call(call: CapturedCall, numbers: Mapping[int, int]) -> tuple[CapturedCall, int]:
+def _copy_call_to_cpu(call: CapturedCall, numbers: Mapping[int, int]) -> tuple[CapturedCall, int]:
     """Copy a recorded call to the CPU for other ranks.
 
     The model, which every rank has, and the loop's generators are left out.
@@ -79,7 +79,9 @@ def _pack_call(call: CapturedCall, numbers: Mapping[int, int]) -> tuple[Captured
     return replace(cpu_call, owner=None, generator=None, tensor_versions=(), graph_ref=None), numbers[id(call.owner)]
 
 
-def _unpack_call(call: CapturedCall, number: int, models: Sequence[nn.Module], device: torch.device) -> CapturedCall:
+def _move_call_to_local_model(
+    call: CapturedCall, number: int, models: Sequence[nn.Module], device: torch.device
+) -> CapturedCall:
     return replace(_move_to_device(call, device), owner=models[number])
 
 

@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from dit_lora.guard.attach.accelerator_adapter import Host
+from dit_lora.guard.attach.accelerator_adapter import LoopProcessContext
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
 from dit_lora.guard.attach.containment import try_or_warn
-from dit_lora.guard.attach.experiments import preserve_state
+from dit_lora.guard.attach.experiments import preserve_model_and_rng_state
 from dit_lora.guard.attach.watched_models import WatchedModels
 from dit_lora.guard.diagnosis import Event
 from dit_lora.guard.gradient_check.cause import (
-    CauseFinding,
     ReplayableStep,
+    WrongGradientCause,
     build_diagnosis_record,
     find_gradient_cause,
-    sample_gradient,
+    sample_gradient_elements,
 )
 from dit_lora.guard.gradient_check.check import MAX_REPLAY_DIFFERENCE, GradientReport
 from dit_lora.guard.gradient_check.directions import select_exact_parameters
@@ -45,7 +45,7 @@ GradientBundleWriter = Callable[[Sequence[CapturedCall], Mapping[str, torch.Tens
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class WeightedOutputs(MicroBatch):
+class OutputGradientMicroBatch(MicroBatch):
     """A recorded call as a micro-batch whose loss is the sum of output * recorded gradient, plus a constant."""
 
     call: CapturedCall
@@ -54,8 +54,8 @@ class WeightedOutputs(MicroBatch):
 
     def forward(self) -> LossOutput:
         # Counters and buffers of the model must be the same at every evaluation.
-        with preserve_state([self.model]):
-            outputs = self.call.run(self.model)
+        with preserve_model_and_rng_state([self.model]):
+            outputs = self.call.rerun_model_call(self.model)
         terms = []
         for output, recorded, gradient in zip(outputs, self.call.outputs, self.call.output_gradients, strict=True):
             if gradient is None:
@@ -73,13 +73,13 @@ class WeightedOutputs(MicroBatch):
         losses = joined * (len(joined) * self.num_calls)
         return LossOutput(losses, torch.full((len(losses),), -1))
 
-    def select_sample(self, index: int) -> "WeightedOutputs":
+    def select_sample(self, index: int) -> "OutputGradientMicroBatch":
         raise NotImplementedError("gradients are checked over whole steps")
 
-    def repeats_output(self, tolerance: float) -> bool:
+    def reproduces_recorded_output(self, tolerance: float) -> bool:
         """True if the call, run again without gradients, has the recorded outputs up to rounding."""
-        with torch.no_grad(), preserve_state([self.model]):
-            outputs = self.call.run(self.model)
+        with torch.no_grad(), preserve_model_and_rng_state([self.model]):
+            outputs = self.call.rerun_model_call(self.model)
         if len(outputs) != len(self.call.outputs):
             return False
         return all(
@@ -94,7 +94,7 @@ class LoopGradientCheck:
 
     def __init__(
         self,
-        host: Host,
+        host: LoopProcessContext,
         watched: WatchedModels,
         interval_steps: int,
         write: Callable[[Event], None],
@@ -129,13 +129,13 @@ class LoopGradientCheck:
             previous = self._previous[2]
         self._previous = None
         if names and self._is_due(step + 1) and not self._has_sparse_gradients():
-            self._previous = (step, generation, sample_gradient(parameters[name] for name in names))
+            self._previous = (step, generation, sample_gradient_elements(parameters[name] for name in names))
         if not self._is_due(step):
             return
-        reason = self._find_obstacle(calls)
+        reason = self._find_replay_obstacle(calls)
         if reason is None:
             self._is_first = False
-            reason = self._examine(step, calls, names, previous)
+            reason = self._check_and_report_gradient(step, calls, names, previous)
         if reason is not None and reason not in self._logged_reasons:
             self._logged_reasons.add(reason)
             self._host.log(f"guard: step {step}: the gradient cannot be checked: {reason} (shown once)")
@@ -151,7 +151,7 @@ class LoopGradientCheck:
         gradients = [p.grad for p in self._trained_parameters().values() if p.grad is not None]
         return any(gradient.layout is not torch.strided for gradient in gradients)
 
-    def _find_obstacle(self, calls: Sequence[CapturedCall]) -> str | None:
+    def _find_replay_obstacle(self, calls: Sequence[CapturedCall]) -> str | None:
         """Why a step's calls cannot be replayed, or would prove nothing; None if they can."""
         if self._host.num_ranks > 1 or self._watched.collective_forward:
             return "this loop runs in several processes"
@@ -169,13 +169,13 @@ class LoopGradientCheck:
             return f"a step calls its models more than {_MAX_CALLS} times"
         if any(call.is_differentiated_twice for call in calls):
             return "the loop differentiates gradients (create_graph=True)"
-        if not all(call.is_intact for call in calls):
+        if not all(call.has_unmodified_arguments for call in calls):
             return "inputs of a model call were overwritten since"
         if any(tensor.is_complex() for tensor in _list_tensors(calls)):
             return "outputs or weights are complex"
         return None
 
-    def _examine(
+    def _check_and_report_gradient(
         self, step: int, calls: Sequence[CapturedCall], names: Sequence[str], previous: torch.Tensor | None
     ) -> str | None:
         """Check a step, log and write the result. Returns a reason if nothing can be said."""
@@ -188,26 +188,30 @@ class LoopGradientCheck:
         batches = [make_micro_batch(call, step, len(calls)) for call in calls]
         replayable = ReplayableStep(batches, model, dtype)
         with (
-            preserve_state(self._watched.all_models()),
+            preserve_model_and_rng_state(self._watched.all_models()),
             torch.random.fork_rng(get_cuda_devices(model)),
             # A loop may take its steps inside `no_grad`.
             torch.enable_grad(),
         ):
-            if not all(batch.repeats_output(MAX_REPLAY_DIFFERENCE[dtype]) for batch in batches):
+            if not all(batch.reproduces_recorded_output(MAX_REPLAY_DIFFERENCE[dtype]) for batch in batches):
                 return "a model call has another output when it is run again"
             with preserve_gradients(model):
                 replayable.run_backward()
                 report = check_step_gradient(replayable)
-                finding = CauseFinding("unknown", "")
+                finding = WrongGradientCause("unknown", "")
                 gradients: dict[str, torch.Tensor] = {}
                 if report.result == "differs":
                     finding = find_gradient_cause(replayable, report, self._watched.joint_context)
                     # The loop gets its own gradients back below.
                     gradients = _copy_gradients(model)
-            if report.result == "agrees" and previous is not None and _is_stale(replayable, names, previous):
+            if (
+                report.result == "agrees"
+                and previous is not None
+                and _includes_previous_gradient(replayable, names, previous)
+            ):
                 message = "the gradient contains that of the step before, which was not cleared"
                 report = GradientReport("differs", (), report.num_evaluations, reason=message)
-                finding = CauseFinding("stale", "")
+                finding = WrongGradientCause("stale", "")
         if report.result == "cannot tell":
             return report.message.partition(": ")[2]
         if report.result == "agrees":
@@ -215,15 +219,15 @@ class LoopGradientCheck:
                 self._host.log(f"guard: step {step}: {report.message} (backward passes of this step's model calls)")
             self._has_agreed = True
             return None
-        self._report_wrong(step, calls, report, finding, gradients, dtype)
+        self._report_wrong_gradient(step, calls, report, finding, gradients, dtype)
         return None
 
-    def _report_wrong(
+    def _report_wrong_gradient(
         self,
         step: int,
         calls: Sequence[CapturedCall],
         report: GradientReport,
-        finding: CauseFinding,
+        finding: WrongGradientCause,
         gradients: Mapping[str, torch.Tensor],
         dtype: torch.dtype,
     ) -> None:
@@ -244,7 +248,7 @@ class LoopGradientCheck:
         self._write(replace(event, facts={"bundle": bundle} if bundle else {}))
         self._host.log(f"guard: step {step}: {message}")
 
-    def _find_bundle_obstacle(self, calls: Sequence[CapturedCall], finding: CauseFinding) -> str | None:
+    def _find_bundle_obstacle(self, calls: Sequence[CapturedCall], finding: WrongGradientCause) -> str | None:
         """Why a replay could not repeat the result; None if it can."""
         if finding.cause == "stale":
             return "a replay has no gradient of the step before"
@@ -258,10 +262,10 @@ def _copy_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.cpu() for name, p in model.named_parameters() if p.requires_grad and p.grad is not None}
 
 
-def make_micro_batch(call: CapturedCall, step: int, num_calls: int) -> WeightedOutputs:
+def make_micro_batch(call: CapturedCall, step: int, num_calls: int) -> OutputGradientMicroBatch:
     # A recorded call has its model.
     assert call.owner is not None
-    return WeightedOutputs(
+    return OutputGradientMicroBatch(
         ids=call.ids,
         step=step,
         micro_step=call.micro_step,
@@ -281,18 +285,20 @@ def _list_tensors(calls: Sequence[CapturedCall]) -> list[torch.Tensor]:
     return [*weights, *(output for call in calls for output in call.outputs)]
 
 
-def _is_stale(step: ReplayableStep, names: Sequence[str], previous: torch.Tensor) -> bool:
+def _includes_previous_gradient(step: ReplayableStep, names: Sequence[str], previous: torch.Tensor) -> bool:
     """True if the gradient in place is the sum of this step's and that of the step before, up to a factor."""
-    target = sample_gradient(step.parameters[name] for name in names)
+    target = sample_gradient_elements(step.parameters[name] for name in names)
     if len(target) != len(previous) or not bool(previous.any()):
         return False
     # Of the whole step: the number of calls is the factor of a mean.
     gradients = step.gather_sampled_gradients(step.micro_batches, names)
     current = torch.stack(gradients).mean(0)
-    return not _is_multiple(target, current, current) and _is_multiple(target, previous + current, current)
+    return not _is_scalar_multiple(target, current, current) and _is_scalar_multiple(
+        target, previous + current, current
+    )
 
 
-def _is_multiple(target: torch.Tensor, vector: torch.Tensor, current: torch.Tensor) -> bool:
+def _is_scalar_multiple(target: torch.Tensor, vector: torch.Tensor, current: torch.Tensor) -> bool:
     """True if `target` is a multiple of `vector`, except for a small share of this step's gradient `current`.
 
     A penalty on weights makes successive gradients alike too, but leaves the difference of two steps' gradients.

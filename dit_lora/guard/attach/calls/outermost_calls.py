@@ -43,13 +43,13 @@ def add_listener(listener: Listener) -> None:
         _listeners.append(weakref.WeakMethod(listener))
     # While a call runs, torch's method stays in place until it ends.
     if not _running_modules:
-        _set_call(_call_with_listeners)
+        _set_module_call_method(_call_with_listeners)
 
 
 def remove_listener(listener: Listener) -> None:
     _listeners[:] = [ref for ref in _listeners if ref() not in (None, listener)]
     if not _listeners:
-        _set_call(_ORIGINAL_CALL)
+        _set_module_call_method(_ORIGINAL_CALL)
 
 
 def _list_listeners() -> list[Listener]:
@@ -66,7 +66,7 @@ def _call_with_listeners(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         set_dynamo_callback(dynamo_callback)
         return _ORIGINAL_CALL(module, *args, **kwargs)
     # Restore torch's method for the modules inside: their calls are not outermost, and torch.compile must see it.
-    _set_call(_ORIGINAL_CALL)
+    _set_module_call_method(_ORIGINAL_CALL)
     _running_modules.append(module)
     call = OutermostCall(module, args, kwargs)
     notified: list[Listener] = []
@@ -86,12 +86,12 @@ def _call_with_listeners(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     finally:
         _running_modules.clear()
         if _list_listeners():
-            _set_call(_call_with_listeners)
+            _set_module_call_method(_call_with_listeners)
         set_dynamo_callback(dynamo_callback)
 
 
 exclude_from_dynamo(_call_with_listeners)
 
 
-def _set_call(call: Callable[..., Any]) -> None:
+def _set_module_call_method(call: Callable[..., Any]) -> None:
     setattr(nn.Module, "__call__", call)  # noqa: B010  mypy takes no assignment to a method

@@ -63,9 +63,9 @@ class TaggingCollate:
         original_items = list(items) if isinstance(items, list) else items
         batch = self.collate_fn(items)
         is_ready = isinstance(original_items, list) and len(original_items) == 1 and batch is original_items[0]
-        return TaggedBatch(batch, try_call(lambda: self._match(original_items, batch)), is_ready)
+        return TaggedBatch(batch, try_call(lambda: self._match_batch_rows(original_items, batch)), is_ready)
 
-    def _match(self, items: Any, batch: Any) -> tuple[Rows | None, ...] | None:
+    def _match_batch_rows(self, items: Any, batch: Any) -> tuple[Rows | None, ...] | None:
         if not isinstance(items, list) or not self.is_batched or not items:
             return None
         tensors = [tensor for _, tensor in iter_tensors(batch)]
@@ -76,10 +76,10 @@ class TaggingCollate:
             # default_collate stacks item i into row i.
             order = tuple(range(len(items)))
             return tuple(order if tensor.ndim and len(tensor) == len(items) else None for tensor in tensors)
-        return match_rows(items, tensors)
+        return match_rows_to_items(items, tensors)
 
 
-def match_rows(items: Sequence[Any], tensors: Sequence[torch.Tensor]) -> tuple[Rows | None, ...]:
+def match_rows_to_items(items: Sequence[Any], tensors: Sequence[torch.Tensor]) -> tuple[Rows | None, ...]:
     """Match rows of tensors with items by content; rows may be padded at the start or end of each dimension.
 
     Returns for each tensor the positions of the rows' items, or None if no row matches exactly one item.
@@ -92,19 +92,21 @@ def match_rows(items: Sequence[Any], tensors: Sequence[torch.Tensor]) -> tuple[R
     # A collate function may pass on an item's tensor itself.
     owners = {id(t): n for n, item in enumerate(items) for _, t in iter_tensors(item)}
     return tuple(
-        (owners[id(tensor)],) * len(tensor) if id(tensor) in owners and tensor.ndim else _match_tensor(tensor, vectors)
+        (owners[id(tensor)],) * len(tensor)
+        if id(tensor) in owners and tensor.ndim
+        else _match_tensor_rows(tensor, vectors)
         for tensor in tensors
     )
 
 
-def _match_tensor(tensor: torch.Tensor, vectors: Sequence[Sequence[torch.Tensor]]) -> Rows | None:
+def _match_tensor_rows(tensor: torch.Tensor, vectors: Sequence[Sequence[torch.Tensor]]) -> Rows | None:
     if tensor.ndim == 0 or tensor.layout is not torch.strided or not len(tensor):
         return None
     rows = tensor.detach().cpu()
     # Each item's vectors with the same number; None for an item that has fewer.
     columns = list(zip_longest(*vectors))
     # They may have been concatenated, or padded and stacked.
-    for match in (_match_joined, _match_vectors):
+    for match in (_match_concatenated_items, _match_rows_to_vectors):
         for column in columns:
             matched = match(rows, column)
             if matched is not None:
@@ -112,7 +114,7 @@ def _match_tensor(tensor: torch.Tensor, vectors: Sequence[Sequence[torch.Tensor]
     return None
 
 
-def _match_joined(rows: torch.Tensor, vectors: Sequence[torch.Tensor | None]) -> Rows | None:
+def _match_concatenated_items(rows: torch.Tensor, vectors: Sequence[torch.Tensor | None]) -> Rows | None:
     """Match a tensor that concatenates one vector of each item, as patches, tokens and graphs are concatenated."""
     matched: list[int] = []
     for position, vector in enumerate(vectors):
@@ -125,23 +127,23 @@ def _match_joined(rows: torch.Tensor, vectors: Sequence[torch.Tensor | None]) ->
     return tuple(matched) if len(matched) == len(rows) else None
 
 
-def _match_vectors(rows: torch.Tensor, vectors: Sequence[torch.Tensor | None]) -> Rows | None:
+def _match_rows_to_vectors(rows: torch.Tensor, vectors: Sequence[torch.Tensor | None]) -> Rows | None:
     """Match each row with the only vector that has its content, in any order; None if no row matches."""
     # With many more rows than items, rows are something other than samples.
     if len(rows) > 4 * len(vectors):
         return None
     by_digest: dict[tuple[torch.Size, bytes], list[int]] = {}
     for position, vector in enumerate(vectors):
-        if vector is not None and _can_match(vector, rows):
+        if vector is not None and _can_match_vector_to_rows(vector, rows):
             key = (vector.shape, _compute_digest(vector.to(rows.dtype)))
             by_digest.setdefault(key, []).append(position)
     # Try the longest first: a short item may be a prefix of a longer one.
     shapes = sorted({shape for shape, _ in by_digest}, key=lambda shape: shape.numel(), reverse=True)
-    matched = [_match_row(row, shapes, by_digest) for row in rows]
+    matched = [_match_row_to_vector(row, shapes, by_digest) for row in rows]
     return tuple(matched) if any(position is not None for position in matched) else None
 
 
-def _match_row(
+def _match_row_to_vector(
     row: torch.Tensor, shapes: Sequence[torch.Size], by_digest: Mapping[tuple[torch.Size, bytes], list[int]]
 ) -> int | None:
     for shape in shapes:
@@ -156,7 +158,7 @@ def _match_row(
     return None
 
 
-def _can_match(vector: torch.Tensor, rows: torch.Tensor) -> bool:
+def _can_match_vector_to_rows(vector: torch.Tensor, rows: torch.Tensor) -> bool:
     if vector.ndim != rows.ndim - 1 or vector.numel() == 0:
         return False
     # A single integer is too little to match on: labels repeat.

@@ -16,17 +16,17 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from dit_lora.guard.attach.containment import try_or_warn, warn_on_error
-from dit_lora.guard.attach.interception import Interceptions
+from dit_lora.guard.attach.interception import MethodInterceptions
 from dit_lora.guard.attach.samples.collate_rows import TaggedBatch, TaggingCollate
 from dit_lora.guard.attach.samples.loaded_batches import LoadedBatches
 from dit_lora.guard.attach.samples.opened_files import record_opened_files
 from dit_lora.guard.attach.samples.tensors import iter_tensors
 
-_followers: "weakref.WeakSet[DataLoaderFollower]" = weakref.WeakSet()
+_followers: "weakref.WeakSet[DataLoaderBatchRecorder]" = weakref.WeakSet()
 _is_unwrapping = False
 
 
-def _install_unwrapping() -> None:
+def _patch_iterators_to_unwrap() -> None:
     """Make DataLoader iterators unwrap the batches to which the guard has attached dataset indices.
 
     This is never undone: an iterator that a guard follows yields wrapped batches even after the guard is gone.
@@ -55,7 +55,7 @@ def _install_unwrapping() -> None:
     setattr(_BaseDataLoaderIter, "__next__", next_batch)  # noqa: B010  mypy takes no assignment to a method
 
 
-class _ObservedDataset:
+class _FileRecordingDataset:
     """Wrapper of a dataset while a batch is fetched, which records the files that each item was read from."""
 
     def __init__(self, dataset: Any) -> None:
@@ -73,7 +73,7 @@ class _ObservedDataset:
         return item
 
 
-class DataLoaderFollower:
+class DataLoaderBatchRecorder:
     """Records every batch that the followed DataLoaders return."""
 
     def __init__(self, batches: LoadedBatches) -> None:
@@ -84,27 +84,27 @@ class DataLoaderFollower:
         self._wrapper_depth = 0
         """Number of Accelerate wrappers that are fetching. They pass the batch, or a copy, to the loop later."""
 
-    def follow(self, interceptions: Interceptions) -> None:
+    def patch_dataloaders(self, interceptions: MethodInterceptions) -> None:
         """Start following all DataLoaders of the process. Iterators that already exist are not followed."""
         _followers.add(self)
         self._follows_accelerate = False
         interceptions.intercept_class_method(_BaseDataLoaderIter, "__init__", self._intercept_init)
         interceptions.intercept_class_method(_BaseDataLoaderIter, "_reset", self._intercept_reset)
         interceptions.intercept_class_method(_BaseDataLoaderIter, "_next_index", self._intercept_next_index)
-        _install_unwrapping()
+        _patch_iterators_to_unwrap()
         # This also applies to worker processes that are forked later.
         interceptions.intercept_class_method(_MapDatasetFetcher, "fetch", self._intercept_fetch)
-        self.follow_accelerate(interceptions)
+        self.follow_accelerate_loaders(interceptions)
 
-    def follow_accelerate(self, interceptions: Interceptions) -> None:
+    def follow_accelerate_loaders(self, interceptions: MethodInterceptions) -> None:
         """Follow Accelerate's loaders, once Accelerate is imported: they fetch a batch ahead of the loop."""
         module = sys.modules.get("accelerate.data_loader")
         if module is not None and not self._follows_accelerate:
             self._follows_accelerate = True
-            interceptions.intercept_class_method(module.DataLoaderShard, "__iter__", self._iterate_wrapper)
-            interceptions.intercept_function(module, "send_to_device", self._intercept_copy)
+            interceptions.intercept_class_method(module.DataLoaderShard, "__iter__", self._iterate_wrapped_batches)
+            interceptions.intercept_function(module, "send_to_device", self._intercept_device_copy)
 
-    def _iterate_wrapper(self, original: Callable[..., Iterator[Any]], loader: Any) -> Iterator[Any]:
+    def _iterate_wrapped_batches(self, original: Callable[..., Iterator[Any]], loader: Any) -> Iterator[Any]:
         batches = original(loader)
         while True:
             self._wrapper_depth += 1
@@ -114,12 +114,12 @@ class DataLoaderFollower:
                 return
             finally:
                 self._wrapper_depth -= 1
-            try_or_warn(partial(self.batches.mark_passed_on, batch), "following an Accelerate loader")
+            try_or_warn(partial(self.batches.mark_batch_forwarded, batch), "following an Accelerate loader")
             yield batch
 
-    def _intercept_copy(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def _intercept_device_copy(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         copy = original(batch, *args, **kwargs)
-        try_or_warn(partial(self.batches.record_copy, batch, copy), "following a batch to a device")
+        try_or_warn(partial(self.batches.record_batch_copy, batch, copy), "following a batch to a device")
         return copy
 
     def _intercept_init(
@@ -135,7 +135,7 @@ class DataLoaderFollower:
         if not isinstance(fetcher.collate_fn, TaggingCollate):
             return original(fetcher, index)
         dataset = fetcher.dataset
-        observed = _ObservedDataset(dataset)
+        observed = _FileRecordingDataset(dataset)
         fetcher.dataset = observed
         try:
             tagged = original(fetcher, index)
@@ -182,7 +182,7 @@ class DataLoaderFollower:
             tensors = [tensor for _, tensor in iter_tensors(batch.batch)]
             rows = tuple((0,) * len(tensor) if tensor.ndim else None for tensor in tensors)
         is_ready = batch.is_prebatched or rows is not batch.rows
-        loaded = self.batches.add(batch.batch, iterator._dataset, indices, rows, batch.files, is_ready)
+        loaded = self.batches.record_loaded_batch(batch.batch, iterator._dataset, indices, rows, batch.files, is_ready)
         # An Accelerate wrapper passes the batch on later, and it is counted then.
         if not self._wrapper_depth:
-            self.batches.mark_taken(loaded)
+            self.batches.mark_batch_received(loaded)

@@ -60,7 +60,7 @@ class _LoadedTensor:
     rows: Rows | None
     """The item of each row; None if unknown."""
 
-    def get_unchanged(self) -> torch.Tensor | None:
+    def get_unmodified_tensor(self) -> torch.Tensor | None:
         """The loaded tensor if it is alive and unmodified; otherwise None, because its rows prove nothing."""
         tensor = self.tensor()
         return tensor if tensor is not None and tensor._version == self.version else None
@@ -128,7 +128,7 @@ class LoadedBatches:
     _announced_number: int | None = None
     """Number of the batch that a trainer has announced as the current one; -1 if it is not known here."""
 
-    def add(
+    def record_loaded_batch(
         self,
         batch: Any,
         dataset: Any,
@@ -165,7 +165,7 @@ class LoadedBatches:
             self._kept_tensors.popleft()
         return loaded
 
-    def mark_taken(self, loaded: LoadedBatch) -> None:
+    def mark_batch_received(self, loaded: LoadedBatch) -> None:
         """Record that the loop received this batch from the data loader."""
         loaded.number = self._num_taken
         self._num_taken += 1
@@ -174,7 +174,7 @@ class LoadedBatches:
             if 0 <= older.number < loaded.number - _MAX_OBJECTS:
                 older.objects.clear()
 
-    def find_single_item(self, passed_ids: Iterable[int]) -> str | None:
+    def find_single_item_name(self, passed_ids: Iterable[int]) -> str | None:
         """Name of the only item of a batch, if that item itself was passed to the model; else None.
 
         `passed_ids` are the `id()` of the call's arguments.
@@ -187,15 +187,15 @@ class LoadedBatches:
                 return batch.find_item_name(0)
         return None
 
-    def mark_passed_on(self, batch: Any) -> None:
+    def mark_batch_forwarded(self, batch: Any) -> None:
         """Record that a wrapper, which may prefetch or drop batches, passed this batch to the loop."""
         loaded = self.find_batch(batch)
         if loaded is None:
             self._num_taken += 1
         else:
-            self.mark_taken(loaded)
+            self.mark_batch_received(loaded)
 
-    def record_copy(self, batch: Any, copy: Any) -> None:
+    def record_batch_copy(self, batch: Any, copy: Any) -> None:
         """Record a copy of a batch with the same structure, for example on a device."""
         loaded = self.find_batch(batch)
         if loaded is None:
@@ -208,7 +208,7 @@ class LoadedBatches:
             rows = tuple(tensor.rows for tensor in loaded.tensors)
             loaded.tensors += _record_tensors(named_tensors, rows)
 
-    def clear(self) -> None:
+    def clear_batches(self) -> None:
         self._batches.clear()
         self._kept_tensors.clear()
 
@@ -224,12 +224,12 @@ class LoadedBatches:
                 return loaded
         return None
 
-    def announce_batch(self, batch: Any) -> None:
+    def set_current_batch(self, batch: Any) -> None:
         """Record the current batch of a trainer that announces it: calls until the next announcement belong to it."""
         loaded = self.find_batch(batch)
         self._announced_number = loaded.number if loaded is not None else -1
 
-    def get_current_number(self) -> int | None:
+    def get_current_batch_number(self) -> int | None:
         """Number of the batch of a call that starts now; None if it is not certain.
 
         It is the batch that the loop took last, if the loop takes one batch per micro-batch and never prefetches.
@@ -243,14 +243,14 @@ class LoadedBatches:
 
     def find_item_name(self, values: torch.Tensor) -> str | None:
         """Name of the dataset item that one sample's part of a tensor is proven to be; else None."""
-        match = self._locate_values(values)
+        match = self._find_containing_batch(values)
         if match is not None:
             batch, loaded, rows = match
             names = {batch.find_row_name(loaded, row) for row in rows}
             name = names.pop() if len(names) == 1 else None
             if name is not None:
                 return name
-        return self._find_by_content(values)
+        return self._find_item_by_content(values)
 
     def find_bad_items(self, number: int | None) -> list[tuple[str, str]]:
         """Names and descriptions of the bad values in the batch with this number."""
@@ -259,15 +259,15 @@ class LoadedBatches:
 
     def find_batch_number(self, values: torch.Tensor) -> int | None:
         """Number of the batch in whose memory these values lie, unchanged; None if there is none."""
-        match = self._locate_values(values)
+        match = self._find_containing_batch(values)
         return match[0].number if match is not None and match[0].number >= 0 else None
 
     def list_bad_files(self, values: torch.Tensor) -> list[str]:
         """Names of the bad files of the batch in whose memory these values lie; empty if there is none."""
-        match = self._locate_values(values)
+        match = self._find_containing_batch(values)
         return match[0].list_bad_files() if match is not None else []
 
-    def _locate_values(self, values: torch.Tensor) -> tuple[LoadedBatch, _LoadedTensor, range] | None:
+    def _find_containing_batch(self, values: torch.Tensor) -> tuple[LoadedBatch, _LoadedTensor, range] | None:
         """Find the loaded batch, tensor and rows that a tensor is a view of.
 
         None if it is not a view, or if the loaded tensor was written to.
@@ -278,7 +278,7 @@ class LoadedBatches:
         storage = values.untyped_storage().data_ptr()
         for batch in reversed(self._batches):
             for loaded in batch.tensors:
-                tensor = loaded.get_unchanged()
+                tensor = loaded.get_unmodified_tensor()
                 if tensor is None or tensor.ndim == 0:
                     continue
                 if tensor.layout is not torch.strided or values.dtype != tensor.dtype:
@@ -290,7 +290,7 @@ class LoadedBatches:
                     return batch, loaded, rows
         return None
 
-    def _find_by_content(self, row: torch.Tensor) -> str | None:
+    def _find_item_by_content(self, row: torch.Tensor) -> str | None:
         """Name of the only loaded item with the same content as this row; None unless exactly one matches."""
         # A single number is too little to identify an item by.
         if row.numel() < 2 or row.layout is not torch.strided:
@@ -298,7 +298,7 @@ class LoadedBatches:
         names: set[str | None] = set()
         for batch in self._batches:
             for loaded in batch.tensors:
-                tensor = loaded.get_unchanged()
+                tensor = loaded.get_unmodified_tensor()
                 if tensor is None or tensor.shape[1:] != row.shape or tensor.ndim == 0:
                     continue
                 names |= {batch.find_row_name(loaded, n) for n in _find_equal_rows(tensor, row)}
@@ -346,7 +346,7 @@ def _find_equal_rows(tensor: torch.Tensor, row: torch.Tensor) -> list[int]:
 def _collect_bad_items(batch: LoadedBatch) -> list[tuple[str, str]]:
     bad: list[tuple[str, str]] = []
     for loaded in batch.tensors:
-        tensor = loaded.get_unchanged()
+        tensor = loaded.get_unmodified_tensor()
         if tensor is None or tensor.ndim == 0 or not tensor.is_floating_point():
             continue
         for row in find_bad_rows(tensor):

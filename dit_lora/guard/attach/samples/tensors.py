@@ -21,10 +21,10 @@ def iter_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor
 
     Searches mappings, sequences, modules' state dicts, dataclasses and plain objects such as a graph batch.
     """
-    return islice(_walk(value, name, 0, set()), _MAX_TENSORS)
+    return islice(_walk_nested_tensors(value, name, 0, set()), _MAX_TENSORS)
 
 
-def _walk(value: Any, name: str, depth: int, visited: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+def _walk_nested_tensors(value: Any, name: str, depth: int, visited: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield name, value
         return
@@ -40,7 +40,7 @@ def _walk(value: Any, name: str, depth: int, visited: set[int]) -> Iterator[tupl
         return
     visited.add(id(value))
     for key, child in _iter_children(value):
-        yield from _walk(child, f"{name}{key}" if name else key.lstrip("."), depth + 1, visited)
+        yield from _walk_nested_tensors(child, f"{name}{key}" if name else key.lstrip("."), depth + 1, visited)
 
 
 def _iter_children(value: Any) -> Iterator[tuple[str, Any]]:

@@ -41,7 +41,7 @@ class SampledFrames:
 
 
 @dataclass
-class Answerer:
+class ChatAnswerGenerator:
     """A loaded chat model in evaluation mode on its device, which answers questions."""
 
     checkpoint: ChatCheckpoint
@@ -78,7 +78,9 @@ class Answerer:
         """Generate the greedy answer to the last turn of a conversation."""
         # The checkpoint reads only the kind of media; the frames are in `frames`.
         conversation = Conversation("question", frames.kind, None, tuple(turns), system=self.system)
-        rendered = self.checkpoint.render(conversation, frames.shape, frames.seconds, include_answer=False)
+        rendered = self.checkpoint.tokenize_conversation(
+            conversation, frames.shape, frames.seconds, include_answer=False
+        )
         # The same autocast as in training: adapters are fp32.
         mixed = torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype is torch.bfloat16)
         # Not inference_mode: weights that a sharded model gathers in it could not train afterwards. Eager: each token
@@ -86,15 +88,15 @@ class Answerer:
         with torch.no_grad(), mixed, disable_compile(self.model):
             return self.checkpoint.answer(self.model, rendered, frames.pixels, max_tokens)
 
-    def ask(
+    def answer_question(
         self, media: Media | None, question: str, *, history: Sequence[Turn] = (), max_tokens: int = MAX_TOKENS
     ) -> str:
         """Answer one question about an image, a video or nothing, after the turns of `history`."""
         return self.generate_answer(self.read_media(media), (*history, Turn(question, "")), max_tokens=max_tokens)
 
 
-def converse(
-    answerer: Answerer,
+def answer_prompts(
+    answerer: ChatAnswerGenerator,
     media: Media | None,
     prompts: Iterable[str],
     *,
@@ -123,7 +125,7 @@ def read_prompts(read: Callable[[str], str] = input) -> Iterator[str]:
             yield line
 
 
-def load_answerer(target: Path, model: str | None = None, *, frames: int | None = None) -> Answerer:
+def load_answerer(target: Path, model: str | None = None, *, frames: int | None = None) -> ChatAnswerGenerator:
     """Load the model of a run's folder, an adapter's folder, or a checkpoint (a folder or a name on the Hub).
 
     `model` is the base checkpoint, by default the run's. `frames` defaults to the number in training, or the
@@ -135,14 +137,14 @@ def load_answerer(target: Path, model: str | None = None, *, frames: int | None 
     checkpoint: ChatCheckpoint = get_family(origin.model.family).open(origin.model)
     # As in training, if that is known; else as the checkpoint does by default.
     viewing = origin.viewing or checkpoint.vision_settings
-    checkpoint = checkpoint.with_vision_settings(replace(viewing, frames=frames or viewing.frames))
+    checkpoint = checkpoint.copy_with_vision_settings(replace(viewing, frames=frames or viewing.frames))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = choose_precision(origin.model.dtype, device).dtype
     net = checkpoint.load_model(dtype)
     if origin.adapter:
         load_chat_adapter(cast(PreTrainedModel, net), origin.adapter)
     net.requires_grad_(False).eval().to(device)
-    return Answerer(checkpoint, net, device, dtype, system=origin.system)
+    return ChatAnswerGenerator(checkpoint, net, device, dtype, system=origin.system)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.data.cache.cache import make_entry_key
 from dit_lora.data.chat.annotations import read_conversations
 from dit_lora.data.chat.conversation import Conversation
-from dit_lora.data.chat.fitting import fit_to_length
+from dit_lora.data.chat.fitting import shorten_conversation
 from dit_lora.data.chat.frames import compute_latest_times
 from dit_lora.data.chat.tensors import round_up_length
 from dit_lora.data.media.media import Media
@@ -17,7 +17,7 @@ from dit_lora.data.media.video import ClipError
 from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.errors import DitLoraError
 from dit_lora.families.chat_base import ChatCheckpoint
-from dit_lora.training.tasks.chat.training_set import ChatEntry, ChatSet, ChatShape
+from dit_lora.training.tasks.chat.training_set import ChatEntry, ChatShape, ChatTrainingSet
 from dit_lora.training.tasks.diffusion.samples import describe_read_error, make_progress_bar, read_headers
 
 
@@ -69,8 +69,8 @@ def compute_digest(entries: Sequence[ChatEntry]) -> str:
     return make_entry_key({"conversations": described})
 
 
-def build_training_set(entries: Sequence[ChatEntry], checkpoint: ChatCheckpoint, recipe: Recipe) -> ChatSet:
-    return ChatSet.from_entries(entries, checkpoint, recipe.chat or ChatConfig(), checkpoint.pad_token_id)
+def build_training_set(entries: Sequence[ChatEntry], checkpoint: ChatCheckpoint, recipe: Recipe) -> ChatTrainingSet:
+    return ChatTrainingSet.from_entries(entries, checkpoint, recipe.chat or ChatConfig(), checkpoint.pad_token_id)
 
 
 def _build_entry(
@@ -90,13 +90,18 @@ def _build_entry(
             start, end = conversation.start, conversation.end
             seconds = compute_latest_times(header.seconds, header.fps, pixels.frames, start=start, end=end)
     # With the longest time stamps: no random choice of frames gives more tokens.
-    begun = _vary_first_turn(conversation, chat)
-    renderings = [fit_to_length(checkpoint.render(rendered, pixels, seconds), chat.max_tokens) for rendered in begun]
+    begun = _list_turn_order_variants(conversation, chat)
+    renderings = [
+        shorten_conversation(checkpoint.tokenize_conversation(rendered, pixels, seconds), chat.max_tokens)
+        for rendered in begun
+    ]
     longest, instruction = max(renderings, key=len), len(renderings[0].instruction)
     if instruction and _is_shuffled(conversation, chat):
         # Any turn may come first: padding needs the longest instruction of all.
         single_turns = [replace(conversation, turns=(turn,)) for turn in conversation.turns]
-        instruction = max(len(checkpoint.render(rendered, pixels, seconds).instruction) for rendered in single_turns)
+        instruction = max(
+            len(checkpoint.tokenize_conversation(rendered, pixels, seconds).instruction) for rendered in single_turns
+        )
     # Rounded up, so that few shapes occur.
     length = round_up_length(len(longest), chat.length_step)
     size = (pixels.frames, pixels.height, pixels.width) if pixels else (0, 0, 0)
@@ -110,7 +115,7 @@ def _is_shuffled(conversation: Conversation, chat: ChatConfig) -> bool:
     return chat.shuffle_turns and conversation.is_independent and len(conversation.turns) > 1
 
 
-def _vary_first_turn(conversation: Conversation, chat: ChatConfig) -> list[Conversation]:
+def _list_turn_order_variants(conversation: Conversation, chat: ChatConfig) -> list[Conversation]:
     """One order of turns for each length that a random order can give.
 
     Only the first turn makes a difference: its instruction is the conversation's, and a caption asks no question.

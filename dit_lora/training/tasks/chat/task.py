@@ -25,7 +25,7 @@ from dit_lora.training.session.session import Session
 from dit_lora.training.step import StepResult
 from dit_lora.training.task import Setup
 from dit_lora.training.tasks.chat.samples import build_training_set, compute_digest, find_conversations
-from dit_lora.training.tasks.chat.training_set import ChatEntry, ChatSet
+from dit_lora.training.tasks.chat.training_set import ChatEntry, ChatTrainingSet
 from dit_lora.training.tasks.chat.validation import write_answers
 from dit_lora.training.tasks.diffusion.cache_plan import find_rejected_files
 from dit_lora.training.tasks.diffusion.model import patch_kernels, quantize_if_requested
@@ -38,7 +38,7 @@ from dit_lora.verify.chat_model import ChatReferenceModel
 class ChatTrainingData(TrainingData):
     """Data of a chat run: conversations to train on, and others to validate on."""
 
-    eval_set: ChatSet | None = None
+    eval_set: ChatTrainingSet | None = None
 
 
 ChatSetup: TypeAlias = Setup[ChatTrainingData, ChatCheckpoint]
@@ -63,7 +63,7 @@ class ChatTask:
             if not quiet:
                 digests.save()
         # Collective: all ranks leave out what any of them rejected.
-        rejects.add({**samples.rejected, **at_fault, **_find_untrainable(recipe, samples.entries)})
+        rejects.add_rejected_samples({**samples.rejected, **at_fault, **_find_untrainable(recipe, samples.entries)})
         entries = rejects.filter_samples(samples.entries, lambda entry: entry.id)
         conversations = build_training_set(entries, checkpoint, recipe)
         session.say(_describe_conversations(conversations))
@@ -71,7 +71,9 @@ class ChatTask:
             data = recipe.data.model_copy(update={"path": recipe.validation.conversations, "sources": ()})
             # The data of another file, read with the same settings.
             validation_samples = find_conversations(recipe, checkpoint, data, quiet=quiet)
-            rejects.add(validation_samples.rejected, "these samples of validation.conversations cannot be used")
+            rejects.add_rejected_samples(
+                validation_samples.rejected, "these samples of validation.conversations cannot be used"
+            )
             usable = rejects.filter_samples(validation_samples.entries, lambda entry: entry.id)
             eval_set, eval_digest = build_training_set(usable, checkpoint, recipe), compute_digest(usable)
         return ChatTrainingData(
@@ -163,7 +165,7 @@ def _find_untrainable(recipe: Recipe, entries: Sequence[ChatEntry]) -> dict[str,
     return {entry.id: reason for entry in entries if entry.shape.kind == "text"}
 
 
-def _describe_conversations(conversations: ChatSet) -> str:
+def _describe_conversations(conversations: ChatTrainingSet) -> str:
     kinds = [entry.conversation.kind for entry in conversations.entries]
     counts = [f"{kinds.count(kind)} {kind}" for kind in KINDS if kind in kinds]
     answers = sum(entry.answers for entry in conversations.entries)

@@ -15,12 +15,19 @@ from dit_lora.config.chat import ChatConfig
 from dit_lora.config.data import VideoShape
 from dit_lora.data.cache.shards import Spec
 from dit_lora.data.chat.conversation import Conversation, ConversationKind
-from dit_lora.data.chat.fitting import fit_to_length
+from dit_lora.data.chat.fitting import shorten_conversation
 from dit_lora.data.chat.frames import read_frames_at, sample_frame_times, sample_random_box
 from dit_lora.data.chat.rendered import RenderedConversation
-from dit_lora.data.chat.tensors import to_tensors
-from dit_lora.data.loading.batch import LOSS_WEIGHT, Batch, OrderedDataset, Reading, build_loader, make_sample_seed
-from dit_lora.data.loading.order import Order
+from dit_lora.data.chat.tensors import conversation_to_tensors
+from dit_lora.data.loading.batch import (
+    LOSS_WEIGHT,
+    Batch,
+    DataReadingSettings,
+    OrderedDataset,
+    build_loader,
+    make_sample_seed,
+)
+from dit_lora.data.loading.order import SampleOrder
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.data.media.video import ClipError
 from dit_lora.data.media.video_header import VideoHeader
@@ -83,7 +90,7 @@ class PaddedLengths:
 
 
 @dataclass(frozen=True)
-class ChatSet:
+class ChatTrainingSet:
     """Training set of conversations that are read on demand."""
 
     entries: tuple[ChatEntry, ...]
@@ -95,7 +102,7 @@ class ChatSet:
     @classmethod
     def from_entries(
         cls, entries: Sequence[ChatEntry], checkpoint: ChatCheckpoint, chat: ChatConfig, pad_token_id: int
-    ) -> "ChatSet":
+    ) -> "ChatTrainingSet":
         rooms: dict[ChatShape, PaddedLengths] = {}
         for entry in entries:
             lengths = rooms.get(entry.shape, PaddedLengths(1, 0))
@@ -106,8 +113,8 @@ class ChatSet:
             )
         return cls(tuple(entries), checkpoint, chat, pad_token_id, rooms)
 
-    def build_order(self, *, seed: int, quarantine: Quarantine, samples_per_step: int = 1) -> Order:
-        return Order(
+    def build_order(self, *, seed: int, quarantine: Quarantine, samples_per_step: int = 1) -> SampleOrder:
+        return SampleOrder(
             [entry.id for entry in self.entries],
             seed=seed,
             quarantine=quarantine,
@@ -176,7 +183,7 @@ class ChatSet:
     def mark_bad_entries(self, samples: Sequence[str]) -> list[Path]:
         return []
 
-    def make_loader(self, reading: Reading) -> Iterable[Batch]:
+    def make_loader(self, reading: DataReadingSettings) -> Iterable[Batch]:
         return build_loader(ChatDataset(self, reading), reading)
 
     def render(self, entry: ChatEntry, rng: torch.Generator | None) -> tuple[RenderedConversation, list[float]]:
@@ -187,9 +194,9 @@ class ChatSet:
             order = torch.randperm(len(conversation.turns), generator=rng).tolist()
             turns = tuple(conversation.turns[index] for index in order)
             conversation = dataclasses.replace(conversation, turns=turns)
-        seconds = _sample_frame_times(entry, rng if self.chat.frames == "random" else None)
-        rendered = self.checkpoint.render(conversation, entry.shape.pixels, seconds)
-        return fit_to_length(rendered, self.chat.max_tokens), seconds
+        seconds = _draw_frame_times(entry, rng if self.chat.frames == "random" else None)
+        rendered = self.checkpoint.tokenize_conversation(conversation, entry.shape.pixels, seconds)
+        return shorten_conversation(rendered, self.chat.max_tokens), seconds
 
     def _read_sample(self, entry: ChatEntry, sample_seed: int, rng: torch.Generator | None) -> Batch:
         pixels, fault = None, None
@@ -225,7 +232,7 @@ class ChatSet:
         self, shape: ChatShape, rendered: RenderedConversation, pixels: torch.Tensor | None, seconds: Sequence[float]
     ) -> dict[str, torch.Tensor]:
         lengths = self.padded_lengths[shape]
-        tensors = to_tensors(
+        tensors = conversation_to_tensors(
             rendered,
             length=shape.length,
             num_answers=lengths.num_answer_tokens,
@@ -250,7 +257,7 @@ class ChatDataset(OrderedDataset):
     step's mean is the mean over tokens. All ranks know the samples of a step, so nothing is communicated.
     """
 
-    def __init__(self, clips: ChatSet, reading: Reading) -> None:
+    def __init__(self, clips: ChatTrainingSet, reading: DataReadingSettings) -> None:
         self.clips = clips
         self.seed = reading.seed
         self.group = reading.sampler.samples_per_step
@@ -281,7 +288,7 @@ def make_sample_generator(run_seed: int, sample_seed: int) -> torch.Generator:
     return make_generator(run_seed, "chat", sample_seed)
 
 
-def _sample_frame_times(entry: ChatEntry, rng: torch.Generator | None) -> list[float]:
+def _draw_frame_times(entry: ChatEntry, rng: torch.Generator | None) -> list[float]:
     header, conversation = entry.header, entry.conversation
     if conversation.kind != "video" or header is None or header.seconds is None or header.fps is None:
         return []

@@ -12,7 +12,7 @@ from dit_lora.families.chat_base import ChatCheckpoint
 from dit_lora.files import write_atomically
 from dit_lora.numerics.eval_mode import use_eval_mode
 from dit_lora.training.task import Setup
-from dit_lora.training.tasks.chat.answerer import Answerer
+from dit_lora.training.tasks.chat.answerer import ChatAnswerGenerator
 
 ANSWERS = "answers.json"
 
@@ -23,7 +23,7 @@ def write_answers(setup: Setup[TrainingData, ChatCheckpoint], step: int) -> None
     # All ranks of a sharded model generate together, the same answer on each.
     if not settings.prompts or not (setup.session.is_main or setup.engine.collective_forward):
         return
-    answerer = Answerer(setup.checkpoint, setup.transformer, accelerator.device, setup.dtype)
+    answerer = ChatAnswerGenerator(setup.checkpoint, setup.transformer, accelerator.device, setup.dtype)
     answers = []
     description, is_quiet = f"answering at step {step}", not setup.session.is_main
     bar = ProgressBar(settings.prompts, desc=description, unit="answer", leave=False, disable=is_quiet)
@@ -32,7 +32,7 @@ def write_answers(setup: Setup[TrainingData, ChatCheckpoint], step: int) -> None
             file = settings.media[index] if settings.media else None
             media = MediaFile(Path(file)) if file else None
             try:
-                answer = answerer.ask(media, prompt, max_tokens=settings.max_answer_tokens)
+                answer = answerer.answer_question(media, prompt, max_tokens=settings.max_answer_tokens)
             except ClipError as problem:
                 raise DitLoraError(f"validation.media: {problem}") from problem
             answers.append({"prompt": prompt, "media": file, "answer": answer})

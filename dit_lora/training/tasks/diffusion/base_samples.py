@@ -20,7 +20,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Checkpoint, Sampling
 from dit_lora.files import read_json, write_atomically
 from dit_lora.guard.fallbacks import list_attention_fallbacks
-from dit_lora.numerics.dtensors import needs_all_ranks
+from dit_lora.numerics.dtensors import has_collective_forward
 from dit_lora.training.check_cache import REMEASURE, build_model_facts, describe_active_kernels
 from dit_lora.training.task import Setup
 from dit_lora.training.tasks.diffusion.precompute import DiffusionTrainingData
@@ -38,7 +38,7 @@ MAX_CACHE_BYTES = 2**28
 
 
 @dataclass
-class BaseSamples:
+class BaseSampleCache:
     """The cached samples of a base, and those that this run adds."""
 
     cache: TensorCache
@@ -46,7 +46,7 @@ class BaseSamples:
     """Everything that each sample's file depends on, in the order of the samples."""
     new_entries: list[EncodedEntry] = field(default_factory=list)
 
-    def restore(self, index: int, path: Path) -> bool:
+    def restore_cached_sample(self, index: int, path: Path) -> bool:
         """Write a cached sample to `path` plus its suffix; False if the cache does not have it, or it is damaged."""
         key = make_entry_key(self.facts[index])
         if not self.cache.is_complete(key):
@@ -61,32 +61,32 @@ class BaseSamples:
             write_atomically(path.with_suffix(f".{suffix}"), data.numpy().tobytes())
         return True
 
-    def mark_bad(self) -> None:
+    def mark_cached_samples_bad(self) -> None:
         """Mark the cached samples as bad, so that they are generated again."""
         for key in map(make_entry_key, self.facts):
             if self.cache.is_complete(key):
                 self.cache.mark_bad(key)
 
-    def add(self, index: int, file: Path) -> None:
-        """Remember a new sample's file until `store` is called."""
+    def add_new_sample(self, index: int, file: Path) -> None:
+        """Remember a new sample's file until `write_new_samples` is called."""
         data = torch.from_numpy(np.fromfile(file, dtype=np.uint8))
         facts = self.facts[index]
         tensors = {file.suffix.removeprefix("."): data}
         self.new_entries.append(encode_entry(make_entry_key(facts), tensors, sample=f"sample {index}", facts=facts))
 
-    def store(self) -> None:
+    def write_new_samples(self) -> None:
         """Write the new samples to the cache, and remove the oldest ones if it gets too large."""
         if not self.new_entries:
             return
         # The run has its samples: without a place in the cache, the next run generates them again.
         with suppress(DitLoraError, OSError):
             self.cache.write_entries(self.new_entries)
-            _remove_oldest(self.cache.root)
+            _remove_oldest_shards(self.cache.root)
 
 
 def open_base_samples(
     setup: Setup[DiffusionTrainingData, Checkpoint], samplings: Sequence[Sampling]
-) -> BaseSamples | None:
+) -> BaseSampleCache | None:
     """The cached samples of this run's base, with the keys of these `samplings`; None if equality is not certain.
 
     Call it on the main process, while the adapter has no effect.
@@ -94,7 +94,7 @@ def open_base_samples(
     recipe = setup.recipe
     # The key does not tell how weights are sharded, what compiled or fp8 code was replaced with, or another adapter.
     if (
-        needs_all_ranks(setup.model)
+        has_collective_forward(setup.model)
         or recipe.train.compile
         or recipe.kernels.fp8 != "off"
         or recipe.validation.other_expert is not None
@@ -110,9 +110,9 @@ def open_base_samples(
         for keys, sampling in zip(prompt_keys, samplings, strict=True)
     ]
     digests.save()
-    samples = BaseSamples(TensorCache(recipe.cache_dir / SAMPLES_CACHE), facts)
+    samples = BaseSampleCache(TensorCache(recipe.cache_dir / SAMPLES_CACHE), facts)
     if recipe.guard.preflight == REMEASURE:
-        samples.mark_bad()
+        samples.mark_cached_samples_bad()
     return samples
 
 
@@ -157,7 +157,7 @@ def _describe_sampling(sampling: Sampling, digests: Digests) -> dict[str, Any]:
     return {name: hash_files(value) for name, value in asdict(sampling).items()}
 
 
-def _remove_oldest(folder: Path) -> None:
+def _remove_oldest_shards(folder: Path) -> None:
     """Remove whole shards, the oldest first, until the folder has at most `MAX_CACHE_BYTES`."""
     states = sorted(((shard.stat(), shard) for shard in list_shards(folder)), key=lambda pair: pair[0].st_mtime_ns)
     size = sum(state.st_size for state, _ in states)

@@ -16,11 +16,11 @@ from dit_lora.config.data import DataConfig, VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.audit.judge import collect_frame_findings
 from dit_lora.data.audit.memo import AuditMemo
-from dit_lora.data.audit.runner import audit_from_memo
+from dit_lora.data.audit.runner import audit_from_stored_measurements
 from dit_lora.data.cache.cache import make_entry_key
 from dit_lora.data.cache.digests import Digests
-from dit_lora.data.cache.fill import Job
-from dit_lora.data.loading.encoded import Entry
+from dit_lora.data.cache.fill import CacheJob
+from dit_lora.data.loading.encoded import SampleCacheKeys
 from dit_lora.data.media.clip_sound import SOUND_VERSION, read_sound
 from dit_lora.data.media.media import Media, MediaFile
 from dit_lora.data.media.references import read_mask, read_reference
@@ -33,7 +33,7 @@ from dit_lora.families.base import CheckpointInfo, Encoders, Tensors, TextEncode
 from dit_lora.families.latents import LOSS_MASK, VaeMemory, downscale_mask
 from dit_lora.families.references import EditTextEncoder, ReferenceEncoder, ReferenceSpec
 from dit_lora.families.sound import SoundEncoder
-from dit_lora.training.tasks.diffusion.samples import BucketedSample, Samples, find_samples, make_progress_bar
+from dit_lora.training.tasks.diffusion.samples import BucketedSample, RecipeSamples, find_samples, make_progress_bar
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class DecodedSample:
     sound: Sound | None = None
     """The sound of its frames; None if sound is not trained."""
 
-    def encode(self, encoder: VideoEncoder, shape: VideoShape) -> Tensors:
+    def encode_sample(self, encoder: VideoEncoder, shape: VideoShape) -> Tensors:
         """Encode a decoded sample to the tensors to cache.
 
         `shape` is the sample's, including its references' shapes.
@@ -83,7 +83,7 @@ class ReferenceMedia:
 
 
 @dataclass(frozen=True)
-class Encoding:
+class CacheEntryEncoder:
     """Creates a recipe's cache entries."""
 
     recipe: Recipe
@@ -98,16 +98,18 @@ class Encoding:
     """Format of the sound encoded with each clip; None if sound is not trained."""
 
     @classmethod
-    def from_recipe(cls, recipe: Recipe, encoders: Encoders, dtype: torch.dtype, digests: Digests) -> "Encoding":
-        def replace_by_digests(facts: Mapping[str, Any]) -> dict[str, Any]:
+    def from_recipe(
+        cls, recipe: Recipe, encoders: Encoders, dtype: torch.dtype, digests: Digests
+    ) -> "CacheEntryEncoder":
+        def replace_paths_by_digests(facts: Mapping[str, Any]) -> dict[str, Any]:
             # A folder is replaced by the digest of its content: a moved checkpoint keeps its cache.
             components = {n: digests.hash_component(v) if isinstance(v, Path) else v for n, v in facts.items()}
             # The same files encode to other bits in another dtype.
             return components | {"dtype": str(dtype)}
 
         video_facts = {**encoders.latent_cache_key(), **VaeMemory.from_config(recipe.data).cache_key()}
-        text_key = replace_by_digests(encoders.text_cache_key())
-        latent_key = replace_by_digests(video_facts)
+        text_key = replace_paths_by_digests(encoders.text_cache_key())
+        latent_key = replace_paths_by_digests(video_facts)
         has_masks = any(source.has_masks for source in recipe.data.all_sources)
         return cls(recipe, digests, text_key, latent_key, encoders.info.references, has_masks, encoders.sound_format)
 
@@ -116,7 +118,7 @@ class Encoding:
         """True if captions are encoded together with their samples' references."""
         return self.supported_references is not None and self.supported_references.is_encoded_with_caption
 
-    def make_text_job(self, caption: str, reference_media: ReferenceMedia | None = None) -> Job:
+    def make_text_job(self, caption: str, reference_media: ReferenceMedia | None = None) -> CacheJob:
         """The job that encodes a caption, with the references `reference_media` if the text encoder reads them.
 
         Raises `OSError` if a reference cannot be read.
@@ -127,18 +129,18 @@ class Encoding:
             facts["references"] = [self.digests.hash_pixels(reference) for reference in reference_media.media]
             facts["start"], facts["shape"] = reference_media.start, str(reference_media.shape)
 
-            def make_with_references(encoder: EditTextEncoder) -> Tensors:
+            def encode_caption_with_references(encoder: EditTextEncoder) -> Tensors:
                 references = self._decode_references(reference_media)
                 tensors = encoder.encode_with_references(caption, references, reference_media.shape)
                 return {name: tensor[0] for name, tensor in tensors.items()}
 
-            return Job(f"caption {caption!r}", make_entry_key(facts), facts, make_with_references)
+            return CacheJob(f"caption {caption!r}", make_entry_key(facts), facts, encode_caption_with_references)
 
-        def make(encoder: TextEncoder) -> Tensors:
+        def encode_one_caption(encoder: TextEncoder) -> Tensors:
             # One caption at a time: in a batch the last bits of the result would depend on its neighbours.
             return {name: tensor[0] for name, tensor in encoder([caption]).items()}
 
-        return Job(f"caption {caption!r}", make_entry_key(facts), facts, make)
+        return CacheJob(f"caption {caption!r}", make_entry_key(facts), facts, encode_one_caption)
 
     def _decode_references(self, reference_media: ReferenceMedia) -> tuple[torch.Tensor, ...]:
         assert self.supported_references is not None
@@ -147,7 +149,7 @@ class Encoding:
         fps, start = self.recipe.data.fps, reference_media.start
         return tuple(read_reference(reference, clip, fps, start) for reference in reference_media.media)
 
-    def make_video_job(self, sample: BucketedSample, *, mirrored: bool = False) -> Job:
+    def make_video_job(self, sample: BucketedSample, *, mirrored: bool = False) -> CacheJob:
         """The job that encodes a sample. Raises `OSError` if its file cannot be read."""
         # Everything that changes the latents is in the key: no entry is ever stale, only unused.
         facts = {
@@ -174,12 +176,12 @@ class Encoding:
         if mirrored:
             facts["mirrored"] = True
 
-        def make(encoder: VideoEncoder) -> Tensors:
-            return self.decode(sample, mirrored=mirrored).encode(encoder, sample.shape)
+        def encode_sample_video(encoder: VideoEncoder) -> Tensors:
+            return self.decode_sample(sample, mirrored=mirrored).encode_sample(encoder, sample.shape)
 
-        return Job(sample.id, make_entry_key(facts), facts, make)
+        return CacheJob(sample.id, make_entry_key(facts), facts, encode_sample_video)
 
-    def decode(self, sample: BucketedSample, *, mirrored: bool = False) -> DecodedSample:
+    def decode_sample(self, sample: BucketedSample, *, mirrored: bool = False) -> DecodedSample:
         """Decode the sample's frames, image, references, mask and sound. Raises `ClipError` if it is unusable."""
         size = {"height": sample.shape.height, "width": sample.shape.width}
         video = read_frames(
@@ -231,25 +233,25 @@ class PlannedSample:
     """One sample and the encoding jobs for its cache entries."""
 
     sample: BucketedSample
-    video: Job
-    mirror: Job | None
-    text: Job
-    empty: Job | None = None
+    video: CacheJob
+    mirror: CacheJob | None
+    text: CacheJob
+    empty: CacheJob | None = None
     """The empty caption with the sample's references, if captions are encoded with them and an empty one is needed."""
-    preserve: tuple[Job, ...] = ()
+    preserve: tuple[CacheJob, ...] = ()
     """The captions without the trigger, for `train.preserve`."""
     preserve_weight: float = 0.0
     """Factor of the preservation loss; 0 if the caption has no trigger."""
 
     @property
-    def videos(self) -> tuple[Job, ...]:
+    def videos(self) -> tuple[CacheJob, ...]:
         return (self.video, self.mirror) if self.mirror else (self.video,)
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> SampleCacheKeys:
         """What training keeps of the sample: its cache keys, its bucket and its weights."""
         sample = self.sample
-        return Entry(
+        return SampleCacheKeys(
             id=sample.id,
             video_key=self.video.key,
             text_key=self.text.key,
@@ -263,28 +265,28 @@ class PlannedSample:
         )
 
     @property
-    def texts(self) -> tuple[Job, ...]:
+    def texts(self) -> tuple[CacheJob, ...]:
         return (self.text, *([self.empty] if self.empty else []), *self.preserve)
 
 
 class ValidationPrompt(NamedTuple):
     """Encoding jobs of a validation prompt and its negative prompt."""
 
-    text: Job
-    negative: Job
+    text: CacheJob
+    negative: CacheJob
     """The empty prompt, for guidance."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class CachePlan:
     """A recipe's samples with their cache entries."""
 
-    encoding: Encoding
-    samples: Samples
+    encoding: CacheEntryEncoder
+    samples: RecipeSamples
     planned_samples: tuple[PlannedSample, ...]
     rejected: dict[str, str]
     """Samples that are known to be unusable without decoding, each with the reason."""
-    empty: Job
+    empty: CacheJob
     """The empty caption for caption dropout; with the first sample's references if the text encoder reads them."""
     validation_prompts: tuple[ValidationPrompt, ...]
     """The validation prompts, encoded for the checkpoint that samples are generated with."""
@@ -300,12 +302,12 @@ class Plan:
         return videos, {job.key for job in (self.empty, *self.prompt_jobs, *of_samples)}
 
     @property
-    def prompt_jobs(self) -> tuple[Job, ...]:
+    def prompt_jobs(self) -> tuple[CacheJob, ...]:
         """Encoding jobs of the validation prompts and their empty prompts."""
         return tuple(job for prompt in self.validation_prompts for job in prompt)
 
 
-def make_plan(
+def make_cache_plan(
     recipe: Recipe,
     encoders: Encoders,
     dtype: torch.dtype,
@@ -313,16 +315,18 @@ def make_plan(
     samples_per_step: int,
     quiet: bool,
     sampling_encoders: Encoders | None = None,
-) -> Plan:
+) -> CachePlan:
     """Read a recipe's sources, and files that have not been read before. Their digests are saved unless `quiet`.
 
     `sampling_encoders` are those of the checkpoint that samples are generated with, if it differs.
     """
     digests = Digests(recipe.cache_dir / "digests.json")
-    encoding = Encoding.from_recipe(recipe, encoders, dtype, digests)
+    encoding = CacheEntryEncoder.from_recipe(recipe, encoders, dtype, digests)
     transformer = compute_transformer_digest(encoders.info, recipe, digests)
     samples = find_samples(recipe, encoders.info, samples_per_step=samples_per_step, quiet=quiet)
-    of_samples = Encoding.from_recipe(recipe, sampling_encoders, dtype, digests) if sampling_encoders else encoding
+    of_samples = (
+        CacheEntryEncoder.from_recipe(recipe, sampling_encoders, dtype, digests) if sampling_encoders else encoding
+    )
     # Prompts are encoded for the checkpoint that generates the samples, captions for the trained one.
     prompts = tuple(_plan_prompts(recipe, of_samples))
     rejected = dict(samples.rejected)
@@ -351,10 +355,10 @@ def make_plan(
     # An equal text encoder gives equal keys, whichever checkpoint contains it.
     is_own = of_samples.make_text_job("").key == encoding.make_text_job("").key
     empty = encoding.make_text_job("", first_references)
-    return Plan(encoding, samples, tuple(planned), rejected, empty, prompts, transformer, is_own)
+    return CachePlan(encoding, samples, tuple(planned), rejected, empty, prompts, transformer, is_own)
 
 
-def _plan_sample(encoding: Encoding, sample: BucketedSample) -> PlannedSample:
+def _plan_sample(encoding: CacheEntryEncoder, sample: BucketedSample) -> PlannedSample:
     """A sample with its encoding jobs. Raises `OSError` if one of its files cannot be read."""
     video = encoding.make_video_job(sample)
     mirror = encoding.make_video_job(sample, mirrored=True) if encoding.recipe.data.flip else None
@@ -364,10 +368,12 @@ def _plan_sample(encoding: Encoding, sample: BucketedSample) -> PlannedSample:
     needs_empty = encoding.recipe.data.caption_dropout > 0 or encoding.recipe.train.target == "guided"
     if encoding.has_references_in_text and needs_empty:
         empty = encoding.make_text_job("", references)
-    return PlannedSample(sample, video, mirror, text, empty, *_plan_preserved(encoding, sample))
+    return PlannedSample(sample, video, mirror, text, empty, *_plan_preserved_captions(encoding, sample))
 
 
-def _plan_preserved(encoding: Encoding, sample: BucketedSample) -> tuple[tuple[Job, ...], float]:
+def _plan_preserved_captions(
+    encoding: CacheEntryEncoder, sample: BucketedSample
+) -> tuple[tuple[CacheJob, ...], float]:
     """Encoding jobs of a sample's captions without the trigger word, and the factor of their loss."""
     preserve, caption = encoding.recipe.train.preserve, sample.clip.caption
     if preserve is None:
@@ -380,7 +386,7 @@ def _plan_preserved(encoding: Encoding, sample: BucketedSample) -> tuple[tuple[J
     return tuple(encoding.make_text_job(other, references) for other in other_captions), preserve.weight
 
 
-def _plan_prompts(recipe: Recipe, encoding: Encoding) -> Iterator[ValidationPrompt]:
+def _plan_prompts(recipe: Recipe, encoding: CacheEntryEncoder) -> Iterator[ValidationPrompt]:
     """Yield the validation prompts, each with the empty prompt; both with the prompt's references if it has any."""
     # Without references the second list is empty, and `files` is None.
     for prompt, files in zip_longest(recipe.validation.prompts, recipe.validation.references):
@@ -415,7 +421,7 @@ def find_rejected_files(
     if not memo:
         return {}
     rejected = {}
-    for result in audit_from_memo(clips, data, memo=memo, digests=digests, shapes=shapes):
+    for result in audit_from_stored_measurements(clips, data, memo=memo, digests=digests, shapes=shapes):
         # Warnings do not reject a file.
         reasons = [f"{f.code}: {f.message}" for f in result.findings if f.verdict == "reject"]
         if reasons:

@@ -2,7 +2,7 @@
 
     samples.py                 `find_samples`: its file and caption (data/sources/scan.py, a `Clip` of clips.py), and
                                its bucket, chosen by the file's header (data/buckets/buckets.py)
-    cache_plan.py              `make_plan`: its cache key, and the job that decodes it (data/media/video.py) and
+    cache_plan.py              `make_cache_plan`: its cache key, and the job that decodes it (data/media/video.py) and
                                encodes it with the family's VAE (families/wan/text_to_video.py)
     precompute.py              runs the jobs of all entries that the cache lacks (data/cache/cache.py)
     training/fit.py            `load_batches`: its position in the run, seed, tensors and micro-batch (order.py,
@@ -27,19 +27,19 @@ import torch
 from dit_lora.config.recipe import Recipe
 from dit_lora.config.validation import ValidationConfig
 from dit_lora.data.cache.cache import TensorCache, make_entry_key
-from dit_lora.data.cache.fill import BuildResult, Job, fill_cache
-from dit_lora.data.loading.encoded import CachedClips, EncodedClips, Entry
+from dit_lora.data.cache.fill import BuildResult, CacheJob, fill_cache
+from dit_lora.data.loading.encoded import CachedClips, EncodedClips, SampleCacheKeys
 from dit_lora.data.loading.training_set import TrainingData
 from dit_lora.data.media.clip_sound import close_sound
 from dit_lora.environment.progress_bar import ProgressBar
-from dit_lora.errors import DitLoraError, format_list, join_first
+from dit_lora.errors import DitLoraError, format_list, join_first_items
 from dit_lora.families.base import Checkpoint, Encoders
 from dit_lora.families.latents import VaeMemory
 from dit_lora.families.opening import read_component_config
 from dit_lora.numerics.ranks import broadcast_object
 from dit_lora.training.session.session import Session, raise_on_all_ranks, wait_for_all_ranks
-from dit_lora.training.tasks.diffusion.cache_plan import Plan, PlannedSample, make_plan
-from dit_lora.training.tasks.diffusion.live_encoding import build_live_clips
+from dit_lora.training.tasks.diffusion.cache_plan import CachePlan, PlannedSample, make_cache_plan
+from dit_lora.training.tasks.diffusion.live_encoding import build_on_the_fly_training_set
 from dit_lora.training.tasks.diffusion.long_captions import report_cut_captions, suppress_length_warnings
 from dit_lora.training.tasks.diffusion.prior import generate_prior
 from dit_lora.training.tasks.diffusion.samples import find_header_problems
@@ -73,7 +73,7 @@ def precompute(
     sampling_encoders = None if sampling_checkpoint is None else sampling_checkpoint.encoders
     # The other processes find the digests cached.
     with accelerator.local_main_process_first():
-        plan = make_plan(
+        plan = make_cache_plan(
             recipe,
             checkpoint.encoders,
             session.precision.dtype,
@@ -84,13 +84,13 @@ def precompute(
     # Tiling may not suit these sizes: refuse it before hours of encoding.
     sizes = {(planned.sample.shape.height, planned.sample.shape.width) for planned in plan.planned_samples}
     vae_config = read_component_config(checkpoint.path, "vae")
-    VaeMemory.from_config(recipe.data).require_supported(checkpoint.path.name, vae_config, sorted(sizes))
+    VaeMemory.from_config(recipe.data).require_tiling_support(checkpoint.path.name, vae_config, sorted(sizes))
     report = plan.samples.report
     report_lines = report.format_lines() if report else ()
-    for line in (*plan.samples.notes, *_note_missing_triggers(recipe, plan), *report_lines):
+    for line in (*plan.samples.notes, *_format_missing_triggers(recipe, plan), *report_lines):
         session.say(line)
     captions = [*(planned.sample.clip.caption for planned in plan.planned_samples), *recipe.validation.prompts]
-    for line in checkpoint.encoders.note_captions(captions):
+    for line in checkpoint.encoders.list_caption_warnings(captions):
         session.say_once(line)
     rejects = Rejects(session)
     videos = TensorCache(recipe.cache_dir / "videos")
@@ -101,14 +101,14 @@ def precompute(
         uncached = [planned for planned in uncached if planned.video.key in missing]
     # All at once: a user wants one list of the files to repair, not one file per start.
     header_problems = find_header_problems([planned.sample for planned in uncached], recipe, quiet=quiet)
-    rejects.add({**plan.rejected, **header_problems})
+    rejects.add_rejected_samples({**plan.rejected, **header_problems})
     if recipe.data.precompute:
         clips = _fill_caches(session, checkpoint.encoders, plan, rejects, videos, sampling_encoders)
     else:
         planned_samples = rejects.filter_samples(plan.planned_samples, _get_sample_id)
-        clips = build_live_clips(session, checkpoint.encoders, plan, planned_samples)
+        clips = build_on_the_fly_training_set(session, checkpoint.encoders, plan, planned_samples)
     # Caption dropout uses the empty caption with every sample: no sample is at fault.
-    fault = clips.empty_text[1]
+    fault = clips.empty_caption_tensors[1]
     raise_on_all_ranks(accelerator, DitLoraError(f"the empty caption: {fault}") if fault else None)
     training_set, validation_set = _split_held_out(session, clips, plan)
     return DiffusionTrainingData(
@@ -124,7 +124,9 @@ def precompute(
     )
 
 
-def _split_held_out(session: Session, clips: EncodedClips, plan: Plan) -> tuple[EncodedClips, EncodedClips | None]:
+def _split_held_out(
+    session: Session, clips: EncodedClips, plan: CachePlan
+) -> tuple[EncodedClips, EncodedClips | None]:
     """The samples to train on, and those of `validation.data`; None without the option.
 
     Held-out samples that are also trained on under another name are left out: their loss would not be of new data.
@@ -137,7 +139,7 @@ def _split_held_out(session: Session, clips: EncodedClips, plan: Plan) -> tuple[
     held_out = [entry for entry in clips.entries if entry.id in held_out_ids]
     copies = [entry.id for entry in held_out if entry.video_key in trained_keys]
     if copies:
-        session.say(f"validation.data: left out {join_first(copies, 8)}, because the same files are trained on")
+        session.say(f"validation.data: left out {join_first_items(copies, 8)}, because the same files are trained on")
     validated = tuple(entry for entry in held_out if entry.video_key not in trained_keys)
     if not trained:
         raise DitLoraError("no sample is left to train on: every one was rejected, or is held out by validation.data")
@@ -167,7 +169,7 @@ def _get_sample_id(planned: PlannedSample) -> str:
     return planned.sample.id
 
 
-def _list_keys(entry: Entry) -> list[str]:
+def _list_keys(entry: SampleCacheKeys) -> list[str]:
     # Only if not the default, so that digests from before the option still match.
     weights = (entry.times_per_epoch, entry.loss_weight)
     return [
@@ -178,7 +180,7 @@ def _list_keys(entry: Entry) -> list[str]:
     ]
 
 
-def _note_missing_triggers(recipe: Recipe, plan: Plan) -> list[str]:
+def _format_missing_triggers(recipe: Recipe, plan: CachePlan) -> list[str]:
     """A line on captions without the trigger word, for which nothing is preserved; empty if there are none."""
     trained = [planned for planned in plan.planned_samples if not planned.sample.clip.is_held_out]
     num_without = sum(not planned.preserve_weight for planned in trained)
@@ -194,7 +196,7 @@ def _note_missing_triggers(recipe: Recipe, plan: Plan) -> list[str]:
 def _fill_caches(
     session: Session,
     encoders: Encoders,
-    plan: Plan,
+    plan: CachePlan,
     rejects: Rejects,
     videos: TensorCache,
     sampling_encoders: Encoders | None,
@@ -204,7 +206,7 @@ def _fill_caches(
     texts = TensorCache(session.recipe.cache_dir / "texts")
     empty, prompt_jobs = plan.empty, plan.prompt_jobs
     shared = [empty, *prompt_jobs]
-    _mark_bad_shared(session, texts, shared)
+    _mark_bad_shared_entries(session, texts, shared)
     planned_samples = rejects.filter_samples(plan.planned_samples, _get_sample_id)
     is_own = plan.shares_text_encoder
     jobs = [empty, *(prompt_jobs if is_own else ()), *(job for planned in planned_samples for job in planned.texts)]
@@ -221,7 +223,7 @@ def _fill_caches(
     failed = {
         planned.sample.id: bad[job.key] for planned in planned_samples for job in planned.texts if job.key in bad
     }
-    rejects.add(failed)
+    rejects.add_rejected_samples(failed)
     planned_samples = rejects.filter_samples(planned_samples, _get_sample_id)
 
     jobs = [job for planned in planned_samples for job in planned.videos]
@@ -232,12 +234,12 @@ def _fill_caches(
     failed = {
         planned.sample.id: bad[job.key] for planned in planned_samples for job in planned.videos if job.key in bad
     }
-    rejects.add(failed, "these clips cannot be used; all others are cached")
+    rejects.add_rejected_samples(failed, "these clips cannot be used; all others are cached")
     entries = tuple(planned.entry for planned in rejects.filter_samples(planned_samples, _get_sample_id))
     return CachedClips(entries, empty.key, videos, texts, session.recipe.train.effective_guided_scale)
 
 
-def _mark_bad_shared(session: Session, cache: TensorCache, jobs: Sequence[Job]) -> None:
+def _mark_bad_shared_entries(session: Session, cache: TensorCache, jobs: Sequence[CacheJob]) -> None:
     """Drop bad entries that all samples share: they are encoded again now, and no sample is at fault later."""
     for job in jobs if session.is_main else ():
         if cache.is_complete(job.key):
@@ -251,7 +253,7 @@ def _mark_bad_shared(session: Session, cache: TensorCache, jobs: Sequence[Job]) 
 def _fill_cache(
     session: Session,
     cache: TensorCache,
-    jobs: Sequence[Job],
+    jobs: Sequence[CacheJob],
     load_encoder: Callable[[torch.dtype, torch.device], Any],
     item_name: str,
 ) -> dict[str, str]:

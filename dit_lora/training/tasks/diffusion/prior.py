@@ -18,7 +18,7 @@ from dit_lora.families.latents import VaeMemory
 from dit_lora.numerics.ranks import broadcast_object
 from dit_lora.numerics.streams import derive_seed
 from dit_lora.training.session.optional_work import free_memory
-from dit_lora.training.session.session import Session, share_errors
+from dit_lora.training.session.session import Session, raise_errors_on_all_ranks
 
 
 def generate_prior(session: Session, sampler: Sampler) -> None:
@@ -52,7 +52,7 @@ def generate_prior(session: Session, sampler: Sampler) -> None:
 def _run_on_main(session: Session, work: Callable[[], Any]) -> Any:
     """Run `work` on the main process; returns its result, None on the others. Raises its error on all. Collective."""
     result = None
-    with share_errors(session.accelerator):
+    with raise_errors_on_all_ranks(session.accelerator):
         if session.is_main:
             try:
                 result = work()

@@ -7,15 +7,15 @@ from typing import Any
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
-from dit_lora.data.audit.judge import collect_findings
+from dit_lora.data.audit.judge import collect_media_findings
 from dit_lora.data.audit.probe import probe_file
-from dit_lora.data.buckets.buckets import DroppedClip, Placement, choose_bucket, list_buckets, make_window_id
+from dit_lora.data.buckets.buckets import BucketPlacement, DroppedClip, choose_bucket, list_buckets, make_window_id
 from dit_lora.data.buckets.report import BucketReport, advise_on_references
 from dit_lora.data.media.clip_sound import find_sound_problem
-from dit_lora.data.media.headers import Headers
+from dit_lora.data.media.headers import MediaHeaderCache
 from dit_lora.data.media.media import Media
 from dit_lora.data.media.pictures import find_mask_mismatch
-from dit_lora.data.media.video import ClipError, find_shortage
+from dit_lora.data.media.video import ClipError, explain_missing_frames
 from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.data.sources.clips import Clip
 from dit_lora.data.sources.held_out import scan_recipe
@@ -38,7 +38,7 @@ class BucketedSample:
 
 
 @dataclass(frozen=True)
-class Samples:
+class RecipeSamples:
     """The samples of a recipe, and the ones it leaves out."""
 
     usable: tuple[BucketedSample, ...]
@@ -55,7 +55,7 @@ class Samples:
     """Messages about files left out, buckets that the model does not support, and shapes of references."""
 
 
-def find_samples(recipe: Recipe, info: CheckpointInfo, *, samples_per_step: int, quiet: bool) -> Samples:
+def find_samples(recipe: Recipe, info: CheckpointInfo, *, samples_per_step: int, quiet: bool) -> RecipeSamples:
     """Read the sources, and headers if shapes depend on them; decodes nothing.
 
     With a single shape, headers are left to `find_header_problems`.
@@ -79,12 +79,12 @@ def find_samples(recipe: Recipe, info: CheckpointInfo, *, samples_per_step: int,
         fitting, unfit = add_reference_shapes(plain_samples, info, recipe, quiet=quiet)
         advice = advise_on_references(_list_trained_shapes(fitting), samples_per_step)
         lines = (*sources.notes, *advice)
-        return Samples(fitting, rejected | unfit, (shape,), tuple(sources.clips), notes=lines)
+        return RecipeSamples(fitting, rejected | unfit, (shape,), tuple(sources.clips), notes=lines)
     notes = list(sources.notes)
     shapes = list_buckets(data, info.size_multiple, info.unsupported_reason, notes.append)
     # Size and length, which choose the bucket, are in the header; decoding would take hours.
     read = read_headers([clip.media for clip in clips], recipe, quiet=quiet)
-    placed: list[tuple[str, Placement | DroppedClip]] = []
+    placed: list[tuple[str, BucketPlacement | DroppedClip]] = []
     all_samples: list[BucketedSample] = []
     for clip, header in zip(clips, read, strict=True):
         if isinstance(header, ClipError):
@@ -105,7 +105,7 @@ def find_samples(recipe: Recipe, info: CheckpointInfo, *, samples_per_step: int,
     report = BucketReport.from_clips(placed, shapes, data, samples_per_step)
     fitting, unfit = add_reference_shapes(all_samples, info, recipe, quiet=quiet)
     notes += advise_on_references(_list_trained_shapes(fitting), samples_per_step)
-    return Samples(fitting, rejected | unfit, shapes, tuple(sources.clips), report, tuple(notes))
+    return RecipeSamples(fitting, rejected | unfit, shapes, tuple(sources.clips), report, tuple(notes))
 
 
 def _list_trained_shapes(samples: Sequence[BucketedSample]) -> list[VideoShape]:
@@ -146,7 +146,7 @@ def add_reference_shapes(
     for sample in samples:
         own_headers = [(reference.name, headers[reference.location]) for reference in sample.clip.references]
         # The number is checked first; only then each file.
-        problem = supported.count_error(len(own_headers)) or "; ".join(
+        problem = supported.reference_count_error(len(own_headers)) or "; ".join(
             message
             for name, header in own_headers
             if (message := _find_reference_problem(name, header, supported, sample.shape))
@@ -186,7 +186,7 @@ def find_header_problems(samples: Sequence[BucketedSample], recipe: Recipe, *, q
             unusable[sample.id] = describe_read_error(sample.clip.media, header)
             continue
         if not header.is_image and data.fps is not None:
-            short = find_shortage(header, frames=sample.shape.frames, fps=data.fps, start=sample.start)
+            short = explain_missing_frames(header, frames=sample.shape.frames, fps=data.fps, start=sample.start)
             if short:
                 unusable[sample.id] = f"{sample.clip.media.name}: {short}"
                 continue
@@ -211,7 +211,9 @@ def find_header_problems(samples: Sequence[BucketedSample], recipe: Recipe, *, q
 
 def describe_read_error(media: Media, error: ClipError) -> str:
     """Reason why a media file cannot be opened, in the words of the audit, which knows more than FFmpeg's error."""
-    rejects = [finding for finding in collect_findings(media, probe_file(media), None) if finding.verdict == "reject"]
+    rejects = [
+        finding for finding in collect_media_findings(media, probe_file(media), None) if finding.verdict == "reject"
+    ]
     if not rejects:
         return str(error)
     return f"{media.name}: " + "; ".join(f"{finding.code}: {finding.message}" for finding in rejects)
@@ -219,7 +221,7 @@ def describe_read_error(media: Media, error: ClipError) -> str:
 
 def read_headers(media: Sequence[Media], recipe: Recipe, *, quiet: bool) -> list[VideoHeader | ClipError]:
     """Each media file's header or error; cached in the cache folder unless `quiet`."""
-    headers = Headers(recipe.cache_dir / "headers.json")
+    headers = MediaHeaderCache(recipe.cache_dir / "headers.json")
     results = headers.read(media, make_progress_bar("reading headers", "clip", quiet))
     if not quiet:
         headers.save()

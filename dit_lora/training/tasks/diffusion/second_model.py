@@ -18,7 +18,11 @@ from dit_lora.families.base import Checkpoint
 from dit_lora.training.execution.offload import offload_base
 from dit_lora.training.task import AnySetup
 from dit_lora.training.tasks.diffusion.model import quantize_if_requested
-from dit_lora.training.tasks.diffusion.stored_loras import list_sample_adapters, name_under_adapters, read_stored_loras
+from dit_lora.training.tasks.diffusion.stored_loras import (
+    list_sample_adapters,
+    map_frozen_adapters_by_name,
+    read_recipe_lora_files,
+)
 
 
 def open_sampling_checkpoint(recipe: Recipe, checkpoint: Checkpoint) -> Checkpoint | None:
@@ -30,7 +34,7 @@ def open_sampling_checkpoint(recipe: Recipe, checkpoint: Checkpoint) -> Checkpoi
     try:
         # Without the recipe: a checkpoint that refuses to train, such as a distilled one, may be used for samples.
         sampling_checkpoint: Checkpoint = get_family(recipe.model.family).open(model)
-        sampling_checkpoint = sampling_checkpoint.with_training_metadata(checkpoint.info.training_metadata())
+        sampling_checkpoint = sampling_checkpoint.copy_with_training_metadata(checkpoint.info.training_metadata())
         sampling_checkpoint.info.check_shape(VideoShape.from_data(recipe.data))
     except DitLoraError as error:
         reason = str(error).removeprefix("model.path: ")
@@ -74,7 +78,7 @@ def load_sampling_transformer(
     """
     recipe, device = setup.recipe, setup.accelerator.device
     model = sampling_checkpoint.denoiser.load_transformer(setup.dtype)
-    stored = read_stored_loras(recipe, sampling_checkpoint, model, only_under=True)
+    stored = read_recipe_lora_files(recipe, sampling_checkpoint, model, only_under=True)
     # Quantised like the trained one: if that does not fit unquantised, two do not fit either.
     quantize_if_requested(recipe, model, get_family(recipe.model.family).group_patterns)
     # Before adapters are attached, while the layers have the names that the files use.
@@ -88,7 +92,7 @@ def load_sampling_transformer(
         for name, tensor in weights.items():
             # Keeps the dtype of the trained weights, and copies: the run's own weights go on training.
             parameters[name].data = tensor.detach().to("cpu", copy=True)
-    frozen_adapters, in_samples = name_under_adapters(recipe, configs, stored), list_sample_adapters(recipe)
+    frozen_adapters, in_samples = map_frozen_adapters_by_name(recipe, configs, stored), list_sample_adapters(recipe)
     attach_frozen_adapters(model, {n: adapter for n, adapter in frozen_adapters.items() if n in in_samples})
     model.requires_grad_(False).eval()
     offload_base(recipe, model, setup.accelerator)

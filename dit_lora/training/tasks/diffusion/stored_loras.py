@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-from dit_lora.adapters.attach_file import attach_lora_file, require_consistent
+from dit_lora.adapters.attach_file import attach_lora_file, require_recipe_matches_lora
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE, read_run_metadata
 from dit_lora.adapters.find_lora import find_lora, get_public_name
 from dit_lora.adapters.lora_file import LoraFile, StoredLayer, read_lora
@@ -29,7 +29,7 @@ _INIT_OPTION = "lora.init"
 
 
 @dataclass(frozen=True)
-class StoredLoras:
+class RecipeLoraFiles:
     """LoRA files from which a run starts, read for one model."""
 
     initial_file: LoraFile | None = None
@@ -38,9 +38,9 @@ class StoredLoras:
     """The files of `lora.under`, in order."""
 
 
-def read_stored_loras(
+def read_recipe_lora_files(
     recipe: Recipe, checkpoint: Checkpoint, model: nn.Module, *, only_under: bool = False
-) -> StoredLoras:
+) -> RecipeLoraFiles:
     """Read the LoRA files of a recipe for a model without adapters.
 
     Raises `DitLoraError` if they are missing or another model's.
@@ -53,7 +53,7 @@ def read_stored_loras(
         _read_lora_file(recipe, checkpoint, model, entry.path, f"lora.under[{number}]")
         for number, entry in enumerate(lora.under)
     )
-    return StoredLoras(continued, frozen_files)
+    return RecipeLoraFiles(continued, frozen_files)
 
 
 def check_lora_files(recipe: Recipe, checkpoint: Checkpoint) -> Mapping[str, Any]:
@@ -61,16 +61,16 @@ def check_lora_files(recipe: Recipe, checkpoint: Checkpoint) -> Mapping[str, Any
 
     Returns their metadata for the run's header.
 
-    Raises `DitLoraError` for everything that `read_stored_loras` and `attach_stored_loras` would refuse.
+    Raises `DitLoraError` for everything that `read_recipe_lora_files` and `attach_trained_and_frozen_loras` would refuse.
     """
     lora = recipe.lora
     if not lora.has_file_init and not lora.under:
         return {}
     with torch.device("meta"), build_from_configs():
         model = checkpoint.denoiser.load_transformer(torch.float32)
-    stored, metadata = read_stored_loras(recipe, checkpoint, model), dict[str, Any]()
+    stored, metadata = read_recipe_lora_files(recipe, checkpoint, model), dict[str, Any]()
     if stored.initial_file is not None:
-        require_consistent(model, stored.initial_file, lora)
+        require_recipe_matches_lora(model, stored.initial_file, lora)
         metadata["continued"] = {"name": get_public_name(lora.init), **stored.initial_file.digests}
     if stored.under_files:
         metadata["under"] = [
@@ -99,7 +99,9 @@ def find_base_mismatches(recipe: Recipe, checkpoint: Checkpoint, transformer_dig
     return lines
 
 
-def attach_stored_loras(recipe: Recipe, model: nn.Module, stored: StoredLoras, targets: Sequence[str]) -> list[str]:
+def attach_trained_and_frozen_loras(
+    recipe: Recipe, model: nn.Module, stored: RecipeLoraFiles, targets: Sequence[str]
+) -> list[str]:
     """Attach the trained adapter (from the file, or new) and frozen ones below it.
 
     Returns a line on each, the trained one first. `targets` are used if the recipe names none.
@@ -114,7 +116,7 @@ def attach_stored_loras(recipe: Recipe, model: nn.Module, stored: StoredLoras, t
         description = f"{report}, continued from {get_public_name(lora.init)}"
     if not stored.under_files:
         return [description]
-    attach_frozen_adapters(model, name_under_adapters(recipe, configs, stored))
+    attach_frozen_adapters(model, map_frozen_adapters_by_name(recipe, configs, stored))
     lines = [
         f"lora.under: {get_public_name(entry.path)}: {len(file.layers)} layers, scale {entry.scale:g}, frozen; "
         f"on in training{' and in samples' if entry.in_samples else ', off in samples'}"
@@ -123,8 +125,8 @@ def attach_stored_loras(recipe: Recipe, model: nn.Module, stored: StoredLoras, t
     return [description, *lines]
 
 
-def name_under_adapters(
-    recipe: Recipe, configs: Sequence[LoraConfig], stored: StoredLoras
+def map_frozen_adapters_by_name(
+    recipe: Recipe, configs: Sequence[LoraConfig], stored: RecipeLoraFiles
 ) -> dict[str, tuple[LoraConfig, Mapping[str, StoredLayer], float]]:
     """The frozen adapters by their names in the model, as arguments for `attach_frozen_adapters`."""
     rows = zip(configs, stored.under_files, recipe.lora.under, strict=True)
@@ -150,7 +152,7 @@ def require_changed_adapter(
         return
     with torch.device("meta"), build_from_configs():
         meta_model = checkpoint.denoiser.load_transformer(torch.float32)
-    continued = read_stored_loras(recipe, checkpoint, meta_model).initial_file
+    continued = read_recipe_lora_files(recipe, checkpoint, meta_model).initial_file
     assert continued is not None
     # One changed matrix is enough.
     for name, layer in continued.layers.items():

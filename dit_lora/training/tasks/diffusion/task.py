@@ -19,10 +19,10 @@ from dit_lora.adapters.peft_format import save_chat_adapter
 from dit_lora.config.lora import PEFT_ONLY_KINDS
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.cache.digests import Digests
-from dit_lora.data.loading.encoded import EncodedClips, Entry
+from dit_lora.data.loading.encoded import EncodedClips, SampleCacheKeys
 from dit_lora.families.base import Checkpoint
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.numerics.dtensors import needs_all_ranks
+from dit_lora.numerics.dtensors import has_collective_forward
 from dit_lora.numerics.ranks import broadcast_object
 from dit_lora.numerics.saturation import FP16_MAX, has_fp16_saturation
 from dit_lora.numerics.streams import derive_seed
@@ -32,7 +32,7 @@ from dit_lora.training.check_budget import (
     get_full_eval_size,
     has_own_eval_size,
 )
-from dit_lora.training.execution.base_alone import has_only_idle_adapters
+from dit_lora.training.execution.base_alone import has_only_untrained_adapters
 from dit_lora.training.journal import read_reduced_eval_size
 from dit_lora.training.session.session import Session
 from dit_lora.training.step import StepResult
@@ -44,10 +44,10 @@ from dit_lora.training.tasks.diffusion.model import patch_kernels, quantize_if_r
 from dit_lora.training.tasks.diffusion.precompute import DiffusionTrainingData, precompute
 from dit_lora.training.tasks.diffusion.second_model import open_sampling_checkpoint, require_only_adapter_trains
 from dit_lora.training.tasks.diffusion.stored_loras import (
-    attach_stored_loras,
+    attach_trained_and_frozen_loras,
     check_lora_files,
     find_base_mismatches,
-    read_stored_loras,
+    read_recipe_lora_files,
     require_changed_adapter,
 )
 from dit_lora.training.tasks.diffusion.validation import sample_videos
@@ -95,11 +95,11 @@ class DiffusionTask:
             transformer = checkpoint.denoiser.load_transformer(torch.float32 if full else dtype)
         narrowed, lines = "", ["full: every weight"]
         if not full:
-            stored = read_stored_loras(recipe, checkpoint, transformer)
+            stored = read_recipe_lora_files(recipe, checkpoint, transformer)
             # Before the adapter is attached: PEFT then wraps the quantised layers.
             narrowed = quantize_if_requested(recipe, transformer, family.group_patterns)
             targets = checkpoint.info.lora_targets(family.lora_targets)
-            lines = attach_stored_loras(recipe, transformer, stored, targets)
+            lines = attach_trained_and_frozen_loras(recipe, transformer, stored, targets)
         groups = build_recipe_groups(transformer, recipe.optim.groups, family.group_patterns, recipe.train.mode)
         require_only_adapter_trains(recipe, transformer)
         # A run of both experts has this line twice: it names the expert instead of the parameters, to fit a terminal.
@@ -143,7 +143,7 @@ class DiffusionTask:
         return {
             **setup.data.adapters,
             **({} if sampling_model is None else {"samples_from": get_public_name(sampling_model)}),
-            "index": setup.checkpoint.info.index_changes(),
+            "index": setup.checkpoint.info.model_index_changes(),
             **({"part": setup.checkpoint.info.part} if setup.checkpoint.info.expert_names else {}),
             **setup.checkpoint.info.training_metadata(),
             **({"task": setup.recipe.model.task} if setup.recipe.model.task else {}),
@@ -170,7 +170,7 @@ class DiffusionTask:
         if has_losses:
             return reduced
         # In a collective forward, all ranks run every draw; otherwise they share the draws.
-        num_sharing = session.num_data_ranks if needs_all_ranks(setup.model) else 1
+        num_sharing = session.num_data_ranks if has_collective_forward(setup.model) else 1
         num_trained_samples = recipe.train.steps * session.samples_per_step // num_sharing
         return find_reduced_eval_size(recipe, len(setup.data.training_set.entries), num_trained_samples)
 
@@ -199,7 +199,7 @@ class DiffusionTask:
         """Write `adapter/` in mode `lora` or `model/` in mode `full`; returns the path that `verify` takes."""
         folder, checkpoint = setup.session.dir, setup.checkpoint
         if setup.recipe.train.mode == "full":
-            index = checkpoint.info.index_changes()
+            index = checkpoint.info.model_index_changes()
             # Only sharded weights have to be passed on: otherwise the model has all of them.
             gathered = weights if setup.engine.collective_forward else None
             return save_pipeline(
@@ -217,7 +217,7 @@ class DiffusionTask:
 
 
 def _measure_loss(
-    setup: DiffusionSetup, clips: EncodedClips, entries: Sequence[Entry], num_draws: int, data_digest: str
+    setup: DiffusionSetup, clips: EncodedClips, entries: Sequence[SampleCacheKeys], num_draws: int, data_digest: str
 ) -> float | None:
     """Mean loss of some samples at fixed noise; `data_digest` is the hash of all `clips`. Collective."""
     # Each clip is measured with several noises, which have consecutive numbers.
@@ -226,7 +226,7 @@ def _measure_loss(
     ]
     measure = partial(measure_eval_loss, setup, clips, eval_samples)
     # Before the adapter has an effect, the loss is the base's, which is cached.
-    if eval_samples and has_only_idle_adapters(setup.transformer):
+    if eval_samples and has_only_untrained_adapters(setup.transformer):
         return compute_base_eval_loss(setup, eval_samples, data_digest, measure)
     return measure()[0]
 

@@ -17,14 +17,14 @@ from dit_lora.environment.progress_bar import ProgressBar
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Checkpoint, Sampling, Tensors
 from dit_lora.families.latents import VaeMemory
-from dit_lora.numerics.dtensors import needs_all_ranks
+from dit_lora.numerics.dtensors import has_collective_forward
 from dit_lora.numerics.eval_mode import use_eval_mode
 from dit_lora.training.check_cache import REUSED
-from dit_lora.training.execution.base_alone import has_only_idle_adapters
+from dit_lora.training.execution.base_alone import has_only_untrained_adapters
 from dit_lora.training.session.optional_work import free_memory
 from dit_lora.training.session.session import Session, run_with_shared_errors
 from dit_lora.training.task import Setup
-from dit_lora.training.tasks.diffusion.base_samples import BaseSamples, open_base_samples
+from dit_lora.training.tasks.diffusion.base_samples import BaseSampleCache, open_base_samples
 from dit_lora.training.tasks.diffusion.experts import find_other_expert_adapter, use_both_experts
 from dit_lora.training.tasks.diffusion.precompute import DiffusionTrainingData
 from dit_lora.training.tasks.diffusion.second_model import load_sampling_transformer
@@ -44,9 +44,9 @@ def sample_videos(setup: Setup[DiffusionTrainingData, Checkpoint], step: int) ->
     # Collective if weights are sharded, so on all ranks.
     weights = setup.engine.trainable_state_dict() if sampling_checkpoint is not None else {}
     # All ranks of a sharded model denoise together, with the same result; a second model is whole on one rank.
-    takes_part = session.is_main or (sampling_checkpoint is None and needs_all_ranks(setup.model))
+    takes_part = session.is_main or (sampling_checkpoint is None and has_collective_forward(setup.model))
     # Collective. Before the adapter has an effect, the samples are the base's, which are cached.
-    is_base = step == 0 and has_only_idle_adapters(setup.transformer)
+    is_base = step == 0 and has_only_untrained_adapters(setup.transformer)
     prepare = partial(_prepare_samples, setup, step, is_base=is_base) if takes_part else None
     pending = run_with_shared_errors(session, prepare)
     try:
@@ -63,7 +63,7 @@ class _PendingSamples:
 
     inputs: Mapping[int, tuple[Tensors, Sampling]]
     """The pipeline's inputs by the sample's number."""
-    base_samples: BaseSamples | None
+    base_samples: BaseSampleCache | None
     """The cache that they go to; None if they are not the base's."""
 
 
@@ -82,7 +82,7 @@ def _prepare_samples(setup: Setup[DiffusionTrainingData, Checkpoint], step: int,
     missing = {
         index: item
         for index, item in numbered.items()
-        if not base_samples.restore(index, _get_sample_path(session, step, index))
+        if not base_samples.restore_cached_sample(index, _get_sample_path(session, step, index))
     }
     if not missing:
         session.phases.reductions["samples at step 0"] = REUSED
@@ -177,9 +177,9 @@ def _write_samples(
                 sound = None
             file = write_on_main(index, video, sound)
             if base_samples is not None and file is not None and not sound_problem:
-                base_samples.add(index, file)
+                base_samples.add_new_sample(index, file)
     if base_samples is not None:
-        base_samples.store()
+        base_samples.write_new_samples()
     # At most one: nothing is written after the first error.
     for error in unwritten:
         raise error

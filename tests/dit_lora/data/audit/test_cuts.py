@@ -35,8 +35,8 @@ def cuts(video: np.ndarray) -> list[float]:
     for picture in grey:
         image = Image.fromarray(picture).convert("RGB")
         pictures.add(np.asarray(image.resize((SMALL_SIDE, SMALL_SIDE), Image.Resampling.BOX)))
-    pictures.add_levels(grey[0])
-    scores: list[float] = pictures.compute_facts(range(len(video) + 1))["cuts"]
+    pictures.add_luma_levels(grey[0])
+    scores: list[float] = pictures.compute_measurements(range(len(video) + 1))["cuts"]
     return scores
 
 

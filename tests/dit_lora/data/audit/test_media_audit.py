@@ -22,10 +22,10 @@ from benchmarks.faults.media.encode import FRAMES, HEIGHT, WIDTH, encode, flat, 
 from dit_lora.config.data import DataConfig
 from dit_lora.data.audit import runner, workers
 from dit_lora.data.audit.finding import AuditedSample
-from dit_lora.data.audit.judge import Requirements, collect_findings, collect_frame_findings
+from dit_lora.data.audit.judge import SampleRequirements, collect_frame_findings, collect_media_findings
 from dit_lora.data.audit.memo import AuditMemo
 from dit_lora.data.audit.probe import ProbedFile, probe_file
-from dit_lora.data.audit.runner import audit_from_memo, audit_media
+from dit_lora.data.audit.runner import audit_from_stored_measurements, audit_media
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.video import ClipError, read_frames
@@ -51,7 +51,7 @@ class Bytes:
     def get_source(self) -> io.BytesIO:
         return io.BytesIO(self.data)
 
-    def get_stamp(self) -> tuple[int, ...]:
+    def get_file_stamp(self) -> tuple[int, ...]:
         return (len(self.data),)
 
     def exists(self) -> bool:
@@ -74,7 +74,7 @@ class Trap(Bytes):
 
 
 def rejects(found: ProbedFile, media: Any, data: DataConfig = DATA) -> set[str]:
-    findings = collect_findings(media, found, Requirements.from_config(data))
+    findings = collect_media_findings(media, found, SampleRequirements.from_config(data))
     return {finding.code for finding in findings if finding.verdict == "reject"}
 
 
@@ -126,7 +126,7 @@ def test_nothing_but_findings_comes_of_damaged_bytes(whole: dict[str, bytes], na
             start = chance.randrange(len(data))
             data[start : start + 50] = chance.randbytes(chance.randrange(100))
         media = Bytes(name, bytes(data))
-        collect_findings(media, probe_file(media), Requirements.from_config(DATA))
+        collect_media_findings(media, probe_file(media), SampleRequirements.from_config(DATA))
 
 
 def test_a_clip_of_one_frame_in_an_hour_is_judged(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_a_second_audit_decodes_only_what_is_new(
     assert first_samples[0].facts["frames"] == FRAMES
     monkeypatch.setattr(runner, "probe_all", no_decoding)
     assert audit_media(folder, DATA, memo=AuditMemo(path), digests=digests) == first_samples
-    assert audit_from_memo(folder, DATA, memo=AuditMemo(path), digests=digests) == first_samples
+    assert audit_from_stored_measurements(folder, DATA, memo=AuditMemo(path), digests=digests) == first_samples
     longer = DATA.model_copy(update={"frames": 30})
     second_samples = audit_media(folder, longer, memo=AuditMemo(path), digests=digests)
     assert codes(second_samples[0]) == ["too_short"]
@@ -264,7 +264,9 @@ def test_a_second_audit_decodes_only_what_is_new(
         stream.write('{"key": "1/video/00')  # torn
     assert audit_media(folder, DATA, memo=AuditMemo(path), digests=digests) == first_samples
     folder[2].media.path.write_bytes(b"changed")  # type: ignore[attr-defined]
-    assert [sample.file for sample in audit_from_memo(folder, DATA, memo=AuditMemo(path), digests=digests)] == [
+    assert [
+        sample.file for sample in audit_from_stored_measurements(folder, DATA, memo=AuditMemo(path), digests=digests)
+    ] == [
         "d.mp4",
         "cut.mp4",
         "c.mp4",
@@ -277,10 +279,14 @@ def test_what_broke_the_decoder_is_tried_again_and_remembered(tmp_path: Path) ->
     media = MediaFile(tmp_path / "a.mp4")
     encode(media.path, moving("a"))
     digests, memo = Digests(tmp_path / "digests.json"), AuditMemo(tmp_path / "memo.jsonl")
-    failed_probe = ProbedFile((collect_findings(media, probe_file(MediaFile(tmp_path / "no")), None)[0],), broke=True)
+    failed_probe = ProbedFile(
+        (collect_media_findings(media, probe_file(MediaFile(tmp_path / "no")), None)[0],), broke=True
+    )
     memo.store(media, digests.hash_media(media), failed_probe)
     clips = [Clip("a.mp4", media, "")]
-    assert [sample.verdict for sample in audit_from_memo(clips, None, memo=memo, digests=digests)] == ["reject"]
+    assert [sample.verdict for sample in audit_from_stored_measurements(clips, None, memo=memo, digests=digests)] == [
+        "reject"
+    ]
     assert [sample.verdict for sample in audit_media(clips, None, memo=memo, digests=digests)] == ["ok"]
 
 
@@ -336,7 +342,7 @@ def test_decoded_frames_are_judged_as_files_are(tmp_path: Path, code: str) -> No
     video = PICTURES[code]
     encode(tmp_path / "a.mp4", video)
     media = MediaFile(tmp_path / "a.mp4")
-    of_file = [finding.code for finding in collect_findings(media, probe_file(media), None)]
+    of_file = [finding.code for finding in collect_media_findings(media, probe_file(media), None)]
     frames = torch.from_numpy(video).permute(0, 3, 1, 2)
     assert [finding.code for finding in collect_frame_findings(frames)] == of_file == [code] * bool(code)
 

@@ -15,10 +15,10 @@ from dit_lora.data.audit import runner
 from dit_lora.data.audit.captions import check_captions
 from dit_lora.data.audit.finding import AuditedSample
 from dit_lora.data.audit.memo import AuditMemo
-from dit_lora.data.audit.outline import ALIKE, UNLIKE, Outline, compare_outlines, is_copy
+from dit_lora.data.audit.outline import ALIKE, UNLIKE, PictureOutline, compare_outlines, is_same_picture
 from dit_lora.data.audit.pairs import summarise_pairs
 from dit_lora.data.audit.probe import probe_file
-from dit_lora.data.audit.runner import audit_from_memo, audit_media
+from dit_lora.data.audit.runner import audit_from_stored_measurements, audit_media
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.sources.clips import Clip, LossMask
@@ -57,7 +57,7 @@ NAMES = "abcdefghijkl"
 
 
 def outline(image: Image.Image) -> list[str]:
-    return [Outline.from_picture(np.asarray(image)).text]
+    return [PictureOutline.from_picture(np.asarray(image)).text]
 
 
 def saved(folder: Path, name: str, image: Image.Image, **options: Any) -> MediaFile:
@@ -107,7 +107,7 @@ def test_faint_pictures_have_no_edges_to_compare() -> None:
     assert compare_outlines(outline(flat), outline(darker)) is None
     assert compare_outlines(outline(flat), outline(flat)) == 1
     text = outline(scene("a"))[0]
-    assert Outline.from_text(text).text == text
+    assert PictureOutline.from_text(text).text == text
 
 
 def test_clips_are_compared_frame_by_frame(tmp_path: Path) -> None:
@@ -187,8 +187,8 @@ def test_a_copy_as_reference_is_named_whatever_it_is_stored_as(tmp_path: Path) -
     )
     assert a is not None
     assert b is not None
-    assert is_copy(a, a)
-    assert not is_copy(a, b)
+    assert is_same_picture(a, a)
+    assert not is_same_picture(a, b)
 
 
 def test_what_is_wrong_with_a_reference_is_said_of_its_sample(tmp_path: Path) -> None:
@@ -322,15 +322,15 @@ def test_verdicts_on_pairs_are_remembered_by_all_their_files(tmp_path: Path, mon
     first_samples = audit_media(clips, None, memo=AuditMemo(path), digests=digests)
     monkeypatch.setattr(runner, "probe_all", no_decoding)
     assert audit_media(clips, None, memo=AuditMemo(path), digests=digests) == first_samples
-    assert audit_from_memo(clips, None, memo=AuditMemo(path), digests=digests) == first_samples
+    assert audit_from_stored_measurements(clips, None, memo=AuditMemo(path), digests=digests) == first_samples
     # The same files in other roles: what was measured of a picture says nothing of a mask.
     with_alpha = [replace(clips[0], mask=LossMask(mask, alpha=True))]
-    assert audit_from_memo(with_alpha, None, memo=AuditMemo(path), digests=digests) == []
+    assert audit_from_stored_measurements(with_alpha, None, memo=AuditMemo(path), digests=digests) == []
     with pytest.raises(AssertionError, match="alpha=True"):
         audit_media(with_alpha, None, memo=AuditMemo(path), digests=digests)
     # A reference that changed makes its pair unknown, and no other.
     saved(tmp_path / "before", "b.png", scene("changed"))
-    remembered_samples = audit_from_memo(clips, None, memo=AuditMemo(path), digests=digests)
+    remembered_samples = audit_from_stored_measurements(clips, None, memo=AuditMemo(path), digests=digests)
     assert [sample.file for sample in remembered_samples] == ["a", "c", "d"]
 
 

@@ -11,8 +11,8 @@ import torch
 from dit_lora.config.data import DataConfig, VideoShape
 from dit_lora.data.buckets.buckets import (
     TOLERANCE,
+    BucketPlacement,
     DroppedClip,
-    Placement,
     choose_bucket,
     list_buckets,
     make_window_id,
@@ -39,9 +39,9 @@ def image(height: int, width: int) -> VideoHeader:
     return VideoHeader(fps=None, seconds=None, frames=1, height=height, width=width, is_image=True)
 
 
-def placed(source: VideoHeader, given: DataConfig) -> Placement:
+def placed(source: VideoHeader, given: DataConfig) -> BucketPlacement:
     placement = choose_bucket(source, shapes(given), given)
-    assert isinstance(placement, Placement), placement
+    assert isinstance(placement, BucketPlacement), placement
     return placement
 
 
@@ -219,7 +219,7 @@ def test_limits_hold_with_buckets_and_say_what_was_asked() -> None:
     assert upscaled.code == "upscaled"
     assert "480x720 would enlarge its picture of 360x240 2.00 times" in upscaled.words
     for source in (clip(500, 2000), clip(240, 360)):
-        assert isinstance(choose_bucket(source, shapes(data()), data()), Placement)
+        assert isinstance(choose_bucket(source, shapes(data()), data()), BucketPlacement)
 
 
 def test_a_limit_turns_a_clip_to_a_shape_that_it_allows() -> None:
@@ -233,8 +233,8 @@ def test_a_limit_turns_a_clip_to_a_shape_that_it_allows() -> None:
         only,
         data(**{**config.model_dump(), "buckets": {**buckets, "max_crop": 0.1}}),
     )
-    assert isinstance(placement, Placement)
-    assert isinstance(tight, Placement)
+    assert isinstance(placement, BucketPlacement)
+    assert isinstance(tight, BucketPlacement)
     assert (placement.shape, tight.shape) == (only[0], only[1])
 
 

@@ -68,7 +68,7 @@ def test_a_bad_value_is_reported_when_read(cache: TensorCache) -> None:
     spec = cache.get_spec(key)
     (entry,) = cache.iter_entries()
     with entry.path.open("r+b") as file:
-        file.seek(entry.start + entry.layout.bounds["mean"][0])
+        file.seek(entry.start + entry.layout.tensor_byte_ranges["mean"][0])
         file.write(torch.full((2,), torch.nan).numpy().tobytes())
     read_tensors, fault = cache.read(key, spec)
     assert fault is not None

@@ -18,7 +18,7 @@ from dit_lora.data.cache.fill import (
     LOCKS,
     MAX_JOBS_PER_UNIT,
     BuildResult,
-    Job,
+    CacheJob,
     fill_cache,
     list_unit_locks,
 )
@@ -41,11 +41,11 @@ def cache(tmp_path: Path) -> TensorCache:
     return TensorCache(tmp_path / "videos")
 
 
-def job(number: int) -> Job:
+def job(number: int) -> CacheJob:
     def make(encode: Encoder) -> dict[str, torch.Tensor]:
         return {"x": encode(number)}
 
-    return Job(f"{number}.mp4", make_entry_key({"number": number}), {"number": number}, make)
+    return CacheJob(f"{number}.mp4", make_entry_key({"number": number}), {"number": number}, make)
 
 
 JOBS = [job(number) for number in range(5 * MAX_JOBS_PER_UNIT - 3)]
@@ -65,14 +65,14 @@ def good(number: int) -> torch.Tensor:
 def run(
     cache: TensorCache,
     encoder: Encoder = good,
-    jobs: Sequence[Job] = JOBS,
+    jobs: Sequence[CacheJob] = JOBS,
     launch: str = "one",
     **values: Any,
 ) -> BuildResult:
     return fill_cache(cache, jobs, lambda: encoder, launch_id=launch, **values)
 
 
-def is_right(cache: TensorCache, jobs: Sequence[Job] = JOBS) -> bool:
+def is_right(cache: TensorCache, jobs: Sequence[CacheJob] = JOBS) -> bool:
     """Whether every entry is there, once, with its values, and no work is left lying about."""
     reopened = TensorCache(cache.root)
     results = [reopened.read(cache_job.key, {}) for cache_job in jobs]

@@ -8,9 +8,9 @@ from dit_lora.data.chat.fitting import (
     MIN_QUESTION_TOKENS,
     NothingToLearnError,
     TooLongError,
-    fit_to_length,
+    shorten_conversation,
 )
-from dit_lora.data.chat.rendered import Piece, RenderedConversation
+from dit_lora.data.chat.rendered import RenderedConversation, TokenPiece
 
 
 def rendered(questions: list[int], answers: list[int], media: int = 7) -> RenderedConversation:
@@ -20,9 +20,9 @@ def rendered(questions: list[int], answers: list[int], media: int = 7) -> Render
     def ids(count: int) -> tuple[int, ...]:
         return tuple(next(token) for _ in range(count))
 
-    pieces = [Piece(ids(2), "fixed"), Piece(ids(media), "media")]
+    pieces = [TokenPiece(ids(2), "fixed"), TokenPiece(ids(media), "media")]
     for question, answer in zip(questions, answers, strict=True):
-        pieces += [Piece(ids(question), "question"), Piece(ids(answer), "answer")]
+        pieces += [TokenPiece(ids(question), "question"), TokenPiece(ids(answer), "answer")]
     return RenderedConversation(tuple(pieces), instruction=(5, 6))
 
 
@@ -32,7 +32,7 @@ def questions(sample: RenderedConversation) -> list[int]:
 
 def test_what_fits_is_left_alone() -> None:
     sample = rendered([9, 3], [4, 2])
-    assert fit_to_length(sample, len(sample)) is sample
+    assert shorten_conversation(sample, len(sample)) is sample
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_what_fits_is_left_alone() -> None:
 )
 def test_the_longest_questions_are_cut_to_one_level(lengths: list[int], drop: int, left: list[int]) -> None:
     sample = rendered(lengths, [3] * len(lengths))
-    fitted = fit_to_length(sample, len(sample) - drop)
+    fitted = shorten_conversation(sample, len(sample) - drop)
     assert sorted(questions(fitted)) == sorted(left)
     assert len(fitted) == len(sample) - drop
     dropped_counts = [piece.num_dropped for piece in fitted.pieces if piece.part == "question"]
@@ -63,7 +63,7 @@ def test_media_fixed_and_answers_stay_and_questions_keep_both_ends() -> None:
         sample = rendered([rng.randint(0, 60) for _ in range(turns)], [rng.randint(1, 20) for _ in range(turns)])
         min_tokens = sum(min(length, MIN_QUESTION_TOKENS) for length in questions(sample))
         max_tokens = len(sample) - sum(questions(sample)) + min_tokens + rng.randint(0, 40)
-        fitted = fit_to_length(sample, max_tokens)
+        fitted = shorten_conversation(sample, max_tokens)
         assert len(fitted) == min(max_tokens, len(sample))
         assert fitted.instruction == sample.instruction
         for before, after in zip(sample.pieces, fitted.pieces, strict=True):
@@ -81,9 +81,9 @@ def test_media_fixed_and_answers_stay_and_questions_keep_both_ends() -> None:
 def test_what_no_question_can_make_short_enough_is_refused_with_the_numbers() -> None:
     sample = rendered([30, 3], [20, 5], media=64)
     min_length = 2 + 64 + 25 + MIN_QUESTION_TOKENS + 3
-    assert len(fit_to_length(sample, min_length)) == min_length
+    assert len(shorten_conversation(sample, min_length)) == min_length
     with pytest.raises(TooLongError) as error:
-        fit_to_length(sample, min_length - 1)
+        shorten_conversation(sample, min_length - 1)
     for message in (
         "media (64)",
         "answers (25)",
@@ -94,6 +94,8 @@ def test_what_no_question_can_make_short_enough_is_refused_with_the_numbers() ->
 
 
 def test_a_sample_without_a_label_is_refused_however_short() -> None:
-    sample = RenderedConversation((Piece((1, 2), "fixed"), Piece((3,), "question"), Piece((), "answer")))
+    sample = RenderedConversation(
+        (TokenPiece((1, 2), "fixed"), TokenPiece((3,), "question"), TokenPiece((), "answer"))
+    )
     with pytest.raises(NothingToLearnError, match="none of its 3 tokens"):
-        fit_to_length(sample, 100)
+        shorten_conversation(sample, 100)

@@ -12,14 +12,14 @@ import torch
 from PIL import Image
 
 from dit_lora.data.chat.frames import (
-    Box,
+    CropBox,
     compute_latest_times,
     read_frames_at,
     sample_frame_times,
     sample_random_box,
 )
 from dit_lora.data.media import decode
-from dit_lora.data.media.decode import Instants, iter_nearest_frames
+from dit_lora.data.media.decode import ArbitraryFrameTimes, iter_nearest_frames
 from dit_lora.data.media.media import MediaFile, TarMember
 from dit_lora.data.media.video import ClipError, read_frames, read_header
 
@@ -111,17 +111,17 @@ def test_only_groups_with_wanted_frames_are_decoded(tmp_path: Path, monkeypatch:
     options = {"x264-params": "keyint=10:scenecut=0:bframes=0"}
     path = write(tmp_path / "a.mkv", [time + 2000 for time in even()], **options)
     decoded_indices: list[int] = []
-    forwards = decode._check_forward
+    forwards = decode._check_times_ascend
 
     def count(frames: Any) -> Any:
         for seconds, frame in forwards(frames):
             decoded_indices.append(round(seconds * FPS))
             yield seconds, frame
 
-    monkeypatch.setattr(decode, "_check_forward", count)
+    monkeypatch.setattr(decode, "_check_times_ascend", count)
     assert seen(path, [15 / FPS, 17 / FPS, 93 / FPS]) == [15, 17, 93]
     assert decoded_indices == [*range(10, 19), *range(90, 95)]
-    nearest_frames = iter_nearest_frames(MediaFile(path), Instants((0.6, 3.0)), should_seek=True)
+    nearest_frames = iter_nearest_frames(MediaFile(path), ArbitraryFrameTimes((0.6, 3.0)), should_seek=True)
     assert [warning.num_times for warning in nearest_frames] == [1, 1]
 
 
@@ -230,14 +230,14 @@ def test_fits_and_boxes(tmp_path: Path) -> None:
     covering_frames = read_frames_at(media, (), fit="cover", **options)
     assert torch.equal(covering_frames, read_frames(media, frames=1, fps=None, **options))
     assert not torch.equal(covering_frames, stretched_frames)
-    blue = read_frames_at(media, (), fit="stretch", box=Box(0.55, 0.1, 0.4, 0.3), **options)
+    blue = read_frames_at(media, (), fit="stretch", box=CropBox(0.55, 0.1, 0.4, 0.3), **options)
     assert torch.equal(blue, torch.tensor([0, 0, 255]).view(1, 3, 1, 1).expand(1, 3, 21, 35))
-    right_half = read_frames_at(media, (), fit="cover", box=Box(0, 0.5, 1, 0.5), **options)
+    right_half = read_frames_at(media, (), fit="cover", box=CropBox(0, 0.5, 1, 0.5), **options)
     assert right_half[0, :, 0, 0].tolist() == right_half[0, :, 0, -1].tolist() == [0, 255, 0]
     assert right_half[0, :, -1, 0].tolist() == [255, 255, 255]
-    point = read_frames_at(media, (), fit="stretch", box=Box(1.0, 1.0, 1e-9, 1e-9), **options)
+    point = read_frames_at(media, (), fit="stretch", box=CropBox(1.0, 1.0, 1e-9, 1e-9), **options)
     assert point.min() == 255
-    full_picture = read_frames_at(media, (), fit="stretch", box=Box(0, 0, 1, 1), **options)
+    full_picture = read_frames_at(media, (), fit="stretch", box=CropBox(0, 0, 1, 1), **options)
     assert torch.equal(full_picture, stretched_frames)
 
 
@@ -246,14 +246,14 @@ def test_a_box_is_of_the_picture_as_shown(tmp_path: Path) -> None:
     exif[0x0112] = 3  # upside down
     rotated_file = tmp_path / "b.png"
     Image.open(corners(tmp_path / "a.png")).save(rotated_file, exif=exif)
-    box = Box(0, 0, 0.4, 0.4)
+    box = CropBox(0, 0, 0.4, 0.4)
     first_frame = read_frames_at(MediaFile(rotated_file), (), height=8, width=8, fit="stretch", box=box)
     assert first_frame.min() == 255  # white, stored at the lower right
 
 
 def test_all_frames_have_the_same_box(tmp_path: Path) -> None:
     path = write(tmp_path / "a.mp4", even(40))
-    media, box = MediaFile(path), Box(0.5, 0.5, 0.5, 0.5)  # the digits from 4 on
+    media, box = MediaFile(path), CropBox(0.5, 0.5, 0.5, 0.5)  # the digits from 4 on
     video = read_frames_at(media, [0.0, 0.6, 1.4], height=16, width=20, fit="stretch", box=box)
     assert [bool(frame[:, 8, 2].float().mean() > 127) for frame in video] == [False, False, False]
     assert (video[:, :, 8, 7].float().mean(1) > 127).tolist() == [False, False, True]
@@ -288,6 +288,6 @@ def test_a_random_box_keeps_the_published_rule(least: float, aspect: float) -> N
 
 @pytest.mark.parametrize(("aspect", "height", "width"), [(3, 1, 4 / 9), (1 / 3, 4 / 9, 1)])
 def test_where_no_box_fits_it_is_the_largest_in_the_middle(aspect: float, height: float, width: float) -> None:
-    expected = Box((1 - height) / 2, (1 - width) / 2, height, width)
+    expected = CropBox((1 - height) / 2, (1 - width) / 2, height, width)
     assert sample_random_box(seed(0), 1.0, aspect) == pytest.approx(expected)
-    assert sample_random_box(seed(0), 1.0) == Box(0, 0, 1, 1)
+    assert sample_random_box(seed(0), 1.0) == CropBox(0, 0, 1, 1)

@@ -80,7 +80,7 @@ def test_no_more_than_a_few_chunks_are_in_memory(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("[" + ",".join(['"' + "x" * 999 + '"'] * 8000) + "]")
     longest = 0
     with (tmp_path / "a.json").open() as file:
-        reader = json_records._ListReader(tmp_path / "a.json", file)
+        reader = json_records._JsonListReader(tmp_path / "a.json", file)
         for _ in reader:
             longest = max(longest, len(reader._text))
     assert longest < 2.1 * json_records._CHUNK_CHARS

@@ -16,7 +16,7 @@ from dit_lora.data.chat.prompts import (
     render_prompt,
 )
 from dit_lora.data.chat.rendered import IGNORE_INDEX, RenderedConversation
-from dit_lora.data.chat.spans import Span, tokenize_spans
+from dit_lora.data.chat.spans import TextSpan, tokenize_spans
 from dit_lora.errors import DitLoraError
 
 MEDIA = 100_000
@@ -223,7 +223,7 @@ def test_instructions_are_what_the_q_former_reads() -> None:
 
 
 def test_a_token_across_the_beginning_of_an_answer_is_refused() -> None:
-    spans = [Span("the vid", "question"), Span("eo cat", "answer")]
+    spans = [TextSpan("the vid", "question"), TextSpan("eo cat", "answer")]
     assert "video" in "".join(span.text for span in spans)
     with pytest.raises(DitLoraError, match="eo cat"):
         tokenize_spans(LLAMA, spans)
@@ -236,7 +236,7 @@ def test_tokens_of_spans_are_those_of_the_text() -> None:
             text = words(rng, 4)
             cuts = sorted(rng.sample(range(len(text) + 1), min(4, len(text))))
             spans = [
-                Span(text[a:b], rng.choice(["fixed", "media", "question"]))
+                TextSpan(text[a:b], rng.choice(["fixed", "media", "question"]))
                 for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)
             ]
             pieces = tokenize_spans(tokenizer, spans)

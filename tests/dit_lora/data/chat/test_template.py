@@ -8,7 +8,7 @@ from chat_tokenizers import byte_tokenizer, llama_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from dit_lora.data.chat.conversation import Conversation, ConversationKind, Turn
-from dit_lora.data.chat.template import MediaText, render_template
+from dit_lora.data.chat.template import MediaPlaceholderText, render_template
 from dit_lora.errors import DitLoraError
 
 LLAMA, BYTES = llama_tokenizer(), byte_tokenizer()
@@ -131,32 +131,34 @@ _STAMPED = "<0.3 seconds><|vision_start|><|video_pad|><|video_pad|><|vision_end|
 class Case(NamedTuple):
     template: str
     tokenizer: PreTrainedTokenizerFast
-    media: MediaText
+    media: MediaPlaceholderText
     end: str
     kind: ConversationKind = "video"
     system: bool = True
 
 
 CASES = {
-    "llava-next-video": Case(LLAVA_NEXT_VIDEO, LLAMA, MediaText("<video>", "<video>" * 6), ""),
-    "llava-mistral": Case(LLAVA_MISTRAL, LLAMA, MediaText("<image>", "<image>" * 4), "</s>", "image", False),
+    "llava-next-video": Case(LLAVA_NEXT_VIDEO, LLAMA, MediaPlaceholderText("<video>", "<video>" * 6), ""),
+    "llava-mistral": Case(
+        LLAVA_MISTRAL, LLAMA, MediaPlaceholderText("<image>", "<image>" * 4), "</s>", "image", False
+    ),
     "qwen2.5-vl": Case(
         QWEN2_5_VL,
         BYTES,
-        MediaText(_QWEN_PAD, _QWEN_PAD.replace("<|video_pad|>", "<|video_pad|>" * 5)),
+        MediaPlaceholderText(_QWEN_PAD, _QWEN_PAD.replace("<|video_pad|>", "<|video_pad|>" * 5)),
         "<|im_end|>",
     ),
-    "qwen3-vl": Case(QWEN3_VL, BYTES, MediaText(_QWEN_PAD, _STAMPED * 2), "<|im_end|>"),
+    "qwen3-vl": Case(QWEN3_VL, BYTES, MediaPlaceholderText(_QWEN_PAD, _STAMPED * 2), "<|im_end|>"),
     "smolvlm2": Case(
         SMOLVLM2,
         BYTES,
-        MediaText("<video>", "Two frames.\nFrame from 00:00:\n<image><image>\n\n"),
+        MediaPlaceholderText("<video>", "Two frames.\nFrame from 00:00:\n<image><image>\n\n"),
         "<end_of_utterance>",
     ),
     "internvl3": Case(
         INTERNVL3,
         byte_tokenizer(trim_offsets=False),
-        MediaText("<video>", "Frame1: <image><image>\nFrame2: <image><image>"),
+        MediaPlaceholderText("<video>", "Frame1: <image><image>\nFrame2: <image><image>"),
         "<|im_end|>",
     ),
 }

@@ -5,24 +5,24 @@ import random
 import pytest
 import torch
 
-from dit_lora.data.chat.rendered import IGNORE_INDEX, Piece, RenderedConversation
-from dit_lora.data.chat.tensors import round_up_length, to_tensors
+from dit_lora.data.chat.rendered import IGNORE_INDEX, RenderedConversation, TokenPiece
+from dit_lora.data.chat.tensors import conversation_to_tensors, round_up_length
 
 SAMPLE = RenderedConversation(
     (
-        Piece((1, 11), "fixed"),
-        Piece((900, 900, 900), "media"),
-        Piece((12, 13), "question"),
-        Piece((21, 22), "answer"),
-        Piece((14,), "question"),
-        Piece((23, 24, 2), "answer"),
+        TokenPiece((1, 11), "fixed"),
+        TokenPiece((900, 900, 900), "media"),
+        TokenPiece((12, 13), "question"),
+        TokenPiece((21, 22), "answer"),
+        TokenPiece((14,), "question"),
+        TokenPiece((23, 24, 2), "answer"),
     ),
     instruction=(101, 7, 102),
 )
 
 
 def test_every_tensor_of_one_sample() -> None:
-    tensors = to_tensors(SAMPLE, length=16, num_answers=7, instruction_length=5, pad_token_id=9)
+    tensors = conversation_to_tensors(SAMPLE, length=16, num_answers=7, instruction_length=5, pad_token_id=9)
     expected = {
         "input_ids": [1, 11, 900, 900, 900, 12, 13, 21, 22, 14, 23, 24, 2, 9, 9, 9],
         "labels": [21, 22, 23, 24, 2, IGNORE_INDEX, IGNORE_INDEX],
@@ -35,7 +35,7 @@ def test_every_tensor_of_one_sample() -> None:
 
 
 def test_without_a_q_former_there_is_no_instruction() -> None:
-    tensors = to_tensors(SAMPLE, length=13, num_answers=5, instruction_length=None, pad_token_id=0)
+    tensors = conversation_to_tensors(SAMPLE, length=13, num_answers=5, instruction_length=None, pad_token_id=0)
     assert set(tensors) == {"input_ids", "labels", "answer_positions"}
 
 
@@ -46,12 +46,12 @@ def test_gathered_losses_are_those_of_shifted_labels() -> None:
     for _ in range(20):
         parts = ["fixed"] + [rng.choice(["question", "answer", "fixed"]) for _ in range(6)] + ["answer"]
         pieces = [
-            Piece(tuple(rng.randrange(50) for _ in range(rng.randint(1, 6))), part)  # type: ignore[arg-type]
+            TokenPiece(tuple(rng.randrange(50) for _ in range(rng.randint(1, 6))), part)  # type: ignore[arg-type]
             for part in parts
         ]
         sample = RenderedConversation(tuple(pieces))
         logits = torch.randn(len(sample) + 3, 50, generator=generator, dtype=torch.float64)
-        tensors = to_tensors(
+        tensors = conversation_to_tensors(
             sample,
             length=len(sample) + 3,
             num_answers=sample.num_answer_tokens + 2,
@@ -75,13 +75,13 @@ def test_gathered_losses_are_those_of_shifted_labels() -> None:
 def test_nothing_is_cut_off(given: dict[str, int], said: str) -> None:
     sizes = {"length": 13, "num_answers": 5, "instruction_length": 3} | given
     with pytest.raises(ValueError, match=said):
-        to_tensors(SAMPLE, pad_token_id=0, **sizes)
+        conversation_to_tensors(SAMPLE, pad_token_id=0, **sizes)
 
 
 def test_a_label_on_the_first_token_is_refused() -> None:
     with pytest.raises(ValueError, match="first token"):
-        to_tensors(
-            RenderedConversation((Piece((3,), "answer"),)),
+        conversation_to_tensors(
+            RenderedConversation((TokenPiece((3,), "answer"),)),
             length=4,
             num_answers=4,
             instruction_length=None,

@@ -9,10 +9,10 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from dit_lora.data.chat.conversation import Conversation, Turn
-from dit_lora.data.chat.fitting import fit_to_length
+from dit_lora.data.chat.fitting import shorten_conversation
 from dit_lora.data.chat.prompts import render_prompt
-from dit_lora.data.chat.rendered import Piece, RenderedConversation
-from dit_lora.data.chat.view import build_piece_views, build_terminal_view, count_parts
+from dit_lora.data.chat.rendered import RenderedConversation, TokenPiece
+from dit_lora.data.chat.view import build_piece_views, build_terminal_view, count_tokens_by_kind
 
 LLAMA, BYTES = llama_tokenizer(), byte_tokenizer()
 QUESTION = "What does the cat do 猫 in the picture, and which 🎸 does the man play? (A) none (B) two"
@@ -23,7 +23,7 @@ MEDIA = 10**6
 
 def rendered(tokenizer: PreTrainedTokenizerFast, less: int = 0) -> RenderedConversation:
     full = render_prompt("mistral", SAMPLE, tokenizer, MEDIA, 64, [0.5, 1.25])
-    return fit_to_length(full, len(full) - less)
+    return shorten_conversation(full, len(full) - less)
 
 
 def shown(sample: RenderedConversation, width: int = 200, **more: str) -> str:
@@ -65,7 +65,7 @@ def test_a_characters_bytes_show_with_its_last_token() -> None:
 def test_random_bytes_lose_no_token() -> None:
     rng = random.Random(2)
     ids = tuple(rng.randrange(len(LLAMA)) for _ in range(200))
-    (piece,) = build_piece_views(RenderedConversation((Piece(ids, "answer"),)), LLAMA)
+    (piece,) = build_piece_views(RenderedConversation((TokenPiece(ids, "answer"),)), LLAMA)
     assert [token.id for token in piece.tokens] == list(ids)
 
 
@@ -74,7 +74,7 @@ def test_what_was_left_out_stands_where_it_was(less: int) -> None:
     sample = rendered(LLAMA, less=less)
     piece = next(p for p in build_piece_views(sample, LLAMA) if p.part == "question")
     assert piece.num_dropped == less
-    before, after = ("".join(token.text for token in tokens) for tokens in piece.halves)
+    before, after = ("".join(token.text for token in tokens) for tokens in piece.tokens_around_gap)
     assert QUESTION.startswith(before.strip())
     assert QUESTION.endswith(after)
     assert len(before) > 10
@@ -98,8 +98,8 @@ def test_the_terminal_shows_the_sample_and_folds_its_media() -> None:
 
 def test_counts_add_up() -> None:
     sample = rendered(BYTES, less=7)
-    assert sum(count_parts(sample).values()) == len(sample)
-    assert count_parts(sample)["media"] == 64
+    assert sum(count_tokens_by_kind(sample).values()) == len(sample)
+    assert count_tokens_by_kind(sample)["media"] == 64
 
 
 def test_colours_tell_learned_from_given() -> None:

@@ -10,16 +10,16 @@ import torch
 
 from dit_lora.data.loading.batch import (
     Batch,
+    DataReadingSettings,
     OrderedDataset,
     PositionSampler,
-    Reading,
     build_loader,
     collate,
     make_sample_seed,
 )
-from dit_lora.data.loading.order import Order
+from dit_lora.data.loading.order import SampleOrder
 from dit_lora.data.loading.quarantine import Quarantine
-from dit_lora.numerics.streams import DrawFunctions, RandomStreams, draw_integers, normal
+from dit_lora.numerics.streams import DrawFunctions, RandomStreams, draw_integers, draw_normal_noise
 
 NOBODY = Quarantine(Path("nowhere"))
 
@@ -28,7 +28,7 @@ class Samples(OrderedDataset):
     """Five samples, each of a value of its own."""
 
     def __init__(self) -> None:
-        self.order = Order([f"{k}.mp4" for k in range(5)], seed=0, quarantine=NOBODY)
+        self.order = SampleOrder([f"{k}.mp4" for k in range(5)], seed=0, quarantine=NOBODY)
 
     def __getitem__(self, position: int) -> Batch:
         epoch, copy, sample = self.order.get_occurrence(position)
@@ -40,7 +40,7 @@ class Samples(OrderedDataset):
 def batches(*, steps: int, size: int, **given: Any) -> list[Batch]:
     sampler = PositionSampler(start_step=0, steps=steps, batch_size=size, accumulate=2, rank=1, num_ranks=2)
     defaults: dict[str, Any] = {"workers": 0, "get_draw_functions": noise_and_times}
-    reading = Reading(
+    reading = DataReadingSettings(
         sampler,
         seed=7,
         caption_dropout=0.0,
@@ -55,7 +55,7 @@ def batches(*, steps: int, size: int, **given: Any) -> list[Batch]:
 def noise_and_times(batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
     """Draws of a shape that is the batch's own."""
     return {
-        "noise": partial(normal, batch["latent_mean"].shape[1:]),
+        "noise": partial(draw_normal_noise, batch["latent_mean"].shape[1:]),
         "timestep": partial(draw_integers, 0, 1000),
     }
 

@@ -19,13 +19,13 @@ from dit_lora.data.cache.cache import TensorCache, encode_entry
 from dit_lora.data.loading.batch import (
     LOSS_WEIGHT,
     Batch,
+    DataReadingSettings,
     PositionSampler,
-    Reading,
     build_loader,
     collate,
     make_sample_seed,
 )
-from dit_lora.data.loading.encoded import CachedClips, ClipDataset, Entry
+from dit_lora.data.loading.encoded import CachedClips, ClipDataset, SampleCacheKeys
 from dit_lora.data.loading.quarantine import Quarantine, QuarantineRecord
 
 
@@ -41,11 +41,11 @@ def clips(tmp_path: Path) -> CachedClips:
         texts.write_entries(
             [encode_entry(f"t{k}", {"prompt_embeds": torch.full((2, 3), k + 1.0)}, sample="", facts={})]
         )
-        entries.append(Entry(f"{k}.mp4", f"v{k}", f"t{k}"))
+        entries.append(SampleCacheKeys(f"{k}.mp4", f"v{k}", f"t{k}"))
     return CachedClips(tuple(entries), "empty", videos, texts)
 
 
-def how(sampler: PositionSampler | None = None, **settings: Any) -> Reading:
+def how(sampler: PositionSampler | None = None, **settings: Any) -> DataReadingSettings:
     """Settings of a run whose steps take one sample, unless the sampler says otherwise."""
     values = {
         "start_step": 0,
@@ -57,7 +57,7 @@ def how(sampler: PositionSampler | None = None, **settings: Any) -> Reading:
     }
     defaults = {"seed": 0, "caption_dropout": 0.0, "workers": 0, "prefetch": 2}
     empty_quarantine = Quarantine(Path("nowhere"))
-    return Reading(
+    return DataReadingSettings(
         sampler or PositionSampler(**values),
         quarantine=empty_quarantine,
         pin_memory=False,
@@ -65,7 +65,7 @@ def how(sampler: PositionSampler | None = None, **settings: Any) -> Reading:
     )
 
 
-def clip_at(dataset: ClipDataset, position: int) -> tuple[int, Entry]:
+def clip_at(dataset: ClipDataset, position: int) -> tuple[int, SampleCacheKeys]:
     """The epoch and the clip at a position; a batch may span two epochs."""
     draw = dataset.order.get_occurrence(position)
     return draw.epoch, dataset.clips.entries[draw.sample_index]

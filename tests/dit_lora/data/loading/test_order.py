@@ -13,7 +13,7 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
-from dit_lora.data.loading.order import Order
+from dit_lora.data.loading.order import SampleOrder
 from dit_lora.data.loading.quarantine import Quarantine, QuarantineRecord
 
 IDS = [f"clips/{name}.mp4" for name in ("cat", "dog", "hen", "fox", "owl", "elk", "bee")]
@@ -25,7 +25,7 @@ def left_out(sample: str, from_epoch: int = 0, to_epoch: int | None = None, from
     return QuarantineRecord(sample, from_epoch, to_epoch, 12, "data", "it has 1 NaN", from_copy)
 
 
-def place(one: Order, position: int) -> tuple[int, int]:
+def place(one: SampleOrder, position: int) -> tuple[int, int]:
     """Epoch and index of the sample at a position."""
     draw = one.get_occurrence(position)
     return draw.epoch, draw.sample_index
@@ -36,9 +36,9 @@ def bucketed(
     ids: Sequence[str] = MANY,
     group: int = 4,
     times: Sequence[float] | None = None,
-) -> Order:
+) -> SampleOrder:
     """Three buckets, of very different size."""
-    return Order(
+    return SampleOrder(
         ids,
         seed=3,
         quarantine=Quarantine(Path("quarantine.jsonl"), records),
@@ -51,7 +51,7 @@ def bucketed(
 Named = tuple[int, int, str]
 
 
-def named(one: Order, positions: Iterable[int]) -> list[Named]:
+def named(one: SampleOrder, positions: Iterable[int]) -> list[Named]:
     """(epoch, copy, sample) at each position."""
     draws = [one.get_occurrence(position) for position in positions]
     return [(draw.epoch, draw.copy, one.ids[draw.sample_index]) for draw in draws]
@@ -68,7 +68,7 @@ def copies(sample: str, seed: int, epoch: int, times: float) -> int:
     return int(num_full) + math.floor(share * (epoch + 1) + phase) - math.floor(share * epoch + phase)
 
 
-def permutation(one: Order, epoch: int, times: Mapping[str, float]) -> list[Named]:
+def permutation(one: SampleOrder, epoch: int, times: Mapping[str, float]) -> list[Named]:
     """An epoch sample by sample, with what is out of it left out."""
     rows = []
     for sample in one.ids:
@@ -76,12 +76,12 @@ def permutation(one: Order, epoch: int, times: Mapping[str, float]) -> list[Name
         streams = ["order", *(f"order+{copy}" for copy in range(1, count))]
         keys = sorted(hashed(one.seed, stream, epoch, sample) for stream in streams)
         for copy, key in enumerate(keys):
-            if not one.quarantine.is_left_out(sample, epoch, copy):
+            if not one.quarantine.is_copy_quarantined(sample, epoch, copy):
                 rows.append((key, copy, sample))
     return [(epoch, copy, sample) for _, copy, sample in sorted(rows)]
 
 
-def walked(one: Order, steps: int, times: Mapping[str, float] = MappingProxyType({})) -> list[Named]:
+def walked(one: SampleOrder, steps: int, times: Mapping[str, float] = MappingProxyType({})) -> list[Named]:
     """The draws of the first steps by the words of the module's docstring: a stream, and queues."""
     queues: dict[str, list[Named]] = {}
     draws: list[Named] = []
@@ -102,7 +102,7 @@ def test_without_buckets_the_steps_are_the_epochs_one_after_another(group: int) 
     """Bit for bit what it was before there were buckets, whatever the size of a step."""
     records = [left_out(IDS[2], 1), left_out(IDS[5], 3, 4)]
     quarantine = Quarantine(Path("nowhere"), records)
-    single_order = Order(IDS, seed=7, quarantine=quarantine, samples_per_step=group)
+    single_order = SampleOrder(IDS, seed=7, quarantine=quarantine, samples_per_step=group)
     expected = [
         (epoch, IDS.index(sample))
         for epoch in range(40)
@@ -114,7 +114,7 @@ def test_without_buckets_the_steps_are_the_epochs_one_after_another(group: int) 
 
 def test_the_first_positions_of_a_run_never_change() -> None:
     """A golden row: resumed runs rely on it."""
-    single_order = Order(IDS, seed=0, quarantine=Quarantine(Path("nowhere")))
+    single_order = SampleOrder(IDS, seed=0, quarantine=Quarantine(Path("nowhere")))
     assert [single_order.get_occurrence(position).sample_index for position in range(14)] == [
         3,
         1,
@@ -133,7 +133,7 @@ def test_the_first_positions_of_a_run_never_change() -> None:
     ]
 
 
-def random_case(seed: int) -> tuple[Order, dict[str, float]]:
+def random_case(seed: int) -> tuple[SampleOrder, dict[str, float]]:
     draw = random.Random(seed)
     ids = draw.sample(MANY, draw.randint(3, len(MANY)))
     times = {name: draw.choice([1, 1, 1.5, 2, 2.25, 3.9]) for name in ids} if seed % 2 else {}
@@ -172,14 +172,14 @@ def test_a_position_is_found_without_hashing_all_epochs_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hashes = 0
-    keys = Order._compute_sort_keys
+    keys = SampleOrder._compute_sort_keys
 
-    def counted(one: Order, epoch: int, index: np.ndarray, copy: np.ndarray) -> np.ndarray:
+    def counted(one: SampleOrder, epoch: int, index: np.ndarray, copy: np.ndarray) -> np.ndarray:
         nonlocal hashes
         hashes += len(index)
         return keys(one, epoch, index, copy)
 
-    monkeypatch.setattr(Order, "_compute_sort_keys", counted)
+    monkeypatch.setattr(SampleOrder, "_compute_sort_keys", counted)
     ids = [f"{number}" for number in range(1000)]
     shapes = ["one", *(f"{number % 9}" for number in range(999))]
     times = [1.0 + number % 3 / 2 for number in range(1000)]
@@ -190,11 +190,11 @@ def test_a_position_is_found_without_hashing_all_epochs_before_it(
         "samples_per_step": 32,
         "quarantine": quarantine,
     }
-    assert Order(ids, seed=0, **options).get_occurrence(10**9).epoch > 600_000
+    assert SampleOrder(ids, seed=0, **options).get_occurrence(10**9).epoch > 600_000
     assert hashes < 4500  # an epoch has 1500
     hashes = 0
     quarantine.add([left_out(sample, 50_000, 500_000) for sample in ids if sample != "1"])
-    late = Order(ids, seed=0, **options)
+    late = SampleOrder(ids, seed=0, **options)
     step = [late.get_occurrence(2_361_655 * 32 + offset) for offset in range(32)]
     assert {draw.sample_index for draw in step} == {0}  # half of it waited all that time
     assert [draw.epoch for draw in step] == [*range(49_984, 50_000), *range(500_001, 500_017)]
@@ -284,7 +284,7 @@ def test_a_bucket_that_is_all_out_stops_coming_and_the_others_go_on() -> None:
 
 def test_times_are_how_often_a_sample_comes_in_an_epoch() -> None:
     times = [1.0, 2.0, 2.5, 1.25, 3.0, 1.0, 1.9]
-    run = Order(IDS, seed=7, quarantine=Quarantine(Path("nowhere")), times_per_epoch=times)
+    run = SampleOrder(IDS, seed=7, quarantine=Quarantine(Path("nowhere")), times_per_epoch=times)
     count = Counter(run.get_occurrence(p)[::2] for p in range(4000))  # by epoch and sample
     max_epoch = max(epoch for epoch, _ in count)
     assert max_epoch > 300
@@ -296,7 +296,7 @@ def test_times_are_how_often_a_sample_comes_in_an_epoch() -> None:
 
 
 def test_copies_are_numbered_as_they_come_and_scattered_over_the_epoch() -> None:
-    run = Order(IDS, seed=7, quarantine=Quarantine(Path("nowhere")), times_per_epoch=[4.0] * 7)
+    run = SampleOrder(IDS, seed=7, quarantine=Quarantine(Path("nowhere")), times_per_epoch=[4.0] * 7)
     for epoch in range(20):
         draws = [run.get_occurrence(position) for position in range(28 * epoch, 28 * epoch + 28)]
         assert {draw.epoch for draw in draws} == {epoch}
@@ -309,10 +309,10 @@ def test_copies_are_numbered_as_they_come_and_scattered_over_the_epoch() -> None
 @pytest.mark.parametrize("times", [0.5, math.nan, math.inf])
 def test_a_sample_comes_at_least_once(times: float) -> None:
     with pytest.raises(ValueError, match="at least once"):
-        Order(IDS, seed=7, quarantine=Quarantine(Path("nowhere")), times_per_epoch=[1.0] * 6 + [times])
+        SampleOrder(IDS, seed=7, quarantine=Quarantine(Path("nowhere")), times_per_epoch=[1.0] * 6 + [times])
 
 
 def test_an_epoch_that_all_samples_sit_out_is_passed_over() -> None:
     quarantine = Quarantine(Path("nowhere"), [left_out(sample, 1, 2) for sample in IDS])
-    run = Order(IDS, seed=7, quarantine=quarantine)
+    run = SampleOrder(IDS, seed=7, quarantine=quarantine)
     assert [place(run, position)[0] for position in range(14)] == [0] * 7 + [3] * 7

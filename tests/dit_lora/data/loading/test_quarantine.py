@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dit_lora.data.loading.order import Order
+from dit_lora.data.loading.order import SampleOrder
 from dit_lora.data.loading.quarantine import Quarantine, QuarantineRecord
 from dit_lora.errors import DitLoraError
 
@@ -24,23 +24,23 @@ def order(
     ids: Sequence[str] = IDS,
     seed: int = 7,
     path: Path = Path("quarantine.jsonl"),
-) -> Order:
-    return Order(ids, seed=seed, quarantine=Quarantine(path, records))
+) -> SampleOrder:
+    return SampleOrder(ids, seed=seed, quarantine=Quarantine(path, records))
 
 
-def place(one: Order, position: int) -> tuple[int, int]:
+def place(one: SampleOrder, position: int) -> tuple[int, int]:
     """Epoch and index of the sample at a position."""
     draw = one.get_occurrence(position)
     return draw.epoch, draw.sample_index
 
 
-def sequence(one: Order, count: int, first: int = 0) -> list[tuple[int, str]]:
+def sequence(one: SampleOrder, count: int, first: int = 0) -> list[tuple[int, str]]:
     """(epoch, sample) at each position."""
     placements = [place(one, position) for position in range(first, first + count)]
     return [(epoch, one.ids[index]) for epoch, index in placements]
 
 
-def epochs(one: Order, count: int) -> list[list[str]]:
+def epochs(one: SampleOrder, count: int) -> list[list[str]]:
     """The samples of each of the first epochs, in order."""
     epoch_lists: list[list[str]] = [[] for _ in range(count)]
     position = 0
@@ -117,8 +117,8 @@ def test_a_sample_is_out_from_one_epoch_to_another_both_included(
     full_epochs = epochs(order(), 6)
     for number, epoch in enumerate(observed):
         is_out = len(epoch) == 6
-        assert run.quarantine.is_left_out(IDS[3], number) is is_out
-        assert not run.quarantine.is_left_out(IDS[2], number)
+        assert run.quarantine.is_copy_quarantined(IDS[3], number) is is_out
+        assert not run.quarantine.is_copy_quarantined(IDS[2], number)
         assert epoch == [name for name in full_epochs[number] if not (is_out and name == IDS[3])]
 
 
@@ -163,12 +163,12 @@ def test_a_sample_is_out_from_its_epoch_and_copy_on() -> None:
     single_epoch_record = replace(left_out(cat, 1, 1), from_copy=3)
     quarantine = Quarantine(Path("nowhere"), [lasting_record, single_epoch_record])
     assert [quarantine.count_kept_copies(cat, epoch) for epoch in range(5)] == [None, 3, 1, 0, 0]
-    assert not quarantine.is_left_out(cat, 2)
-    assert quarantine.is_left_out(cat, 2, copy=1)
-    assert quarantine.is_left_out(cat, 3)
-    assert not quarantine.is_left_out(cat, 1, copy=2)
-    assert quarantine.is_left_out(cat, 1, copy=3)
-    assert not quarantine.is_left_out(dog, 3)
+    assert not quarantine.is_copy_quarantined(cat, 2)
+    assert quarantine.is_copy_quarantined(cat, 2, copy=1)
+    assert quarantine.is_copy_quarantined(cat, 3)
+    assert not quarantine.is_copy_quarantined(cat, 1, copy=2)
+    assert quarantine.is_copy_quarantined(cat, 1, copy=3)
+    assert not quarantine.is_copy_quarantined(dog, 3)
     quarantine.add([left_out(cat, 2)])
     assert quarantine.count_kept_copies(cat, 2) == 0
     assert quarantine.get_records(cat) == (lasting_record, single_epoch_record, left_out(cat, 2))
@@ -190,7 +190,7 @@ def test_a_list_comes_back_from_its_file(tmp_path: Path) -> None:
     quarantine.save()
     loaded_quarantine = Quarantine.load(path)
     assert loaded_quarantine.records == [*records, left_out("dog", 5)]
-    assert loaded_quarantine.is_left_out("dog", 5)
+    assert loaded_quarantine.is_copy_quarantined("dog", 5)
     assert len(path.read_text().splitlines()) == len(records) + 1
     assert list(path.parent.iterdir()) == [path]
 
@@ -259,7 +259,7 @@ def test_a_file_whose_epochs_or_copies_are_no_numbers_is_refused(tmp_path: Path,
 def test_a_list_of_an_earlier_version_has_no_copies(tmp_path: Path) -> None:
     path = tmp_path / "quarantine.jsonl"
     path.write_text(GOOD)
-    assert Quarantine.load(path).is_left_out("a", 0, copy=0)
+    assert Quarantine.load(path).is_copy_quarantined("a", 0, copy=0)
 
 
 def test_a_released_sample_comes_again_and_others_stay_out(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_a_released_sample_comes_again_and_others_stay_out(tmp_path: Path) -> No
     quarantine.save()
     reloaded = Quarantine.load(path)
     assert [record.sample_id for record in reloaded.records] == [IDS[2]]
-    assert (reloaded.is_left_out(IDS[1], 2), reloaded.is_left_out(IDS[2], 2)) == (False, True)
+    assert (reloaded.is_copy_quarantined(IDS[1], 2), reloaded.is_copy_quarantined(IDS[2], 2)) == (False, True)
 
 
 def test_evidence_goes_with_a_record_and_lists_of_before_have_none(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from dit_lora.data.audit.judge import display_size
 from dit_lora.data.audit.probe import probe_file
-from dit_lora.data.media.decode import Instants, RegularTimes
+from dit_lora.data.media.decode import ArbitraryFrameTimes, RegularFrameTimes
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.video import ClipError, decode_pictures, read_header
 
@@ -22,7 +22,7 @@ MAX_ROUNDING = 3
 """Levels of 255 by which FFmpeg's versions differ, most in how they enlarge the chroma of 10 bits."""
 
 
-def read_pictures(name: str, wanted: Instants | RegularTimes) -> np.ndarray:
+def read_pictures(name: str, wanted: ArbitraryFrameTimes | RegularFrameTimes) -> np.ndarray:
     """Frames (F, H, W, 3) at their own size."""
     media = MediaFile(FOLDER / name)
     return np.stack(decode_pictures(media, wanted, lambda image, stretch: np.asarray(image)))
@@ -31,14 +31,14 @@ def read_pictures(name: str, wanted: Instants | RegularTimes) -> np.ndarray:
 @pytest.mark.parametrize("name", SHOWN)
 def test_frames_are_those_that_ffmpeg_shows(name: str) -> None:
     times, expected = EXPECTED[f"{name}/times"], EXPECTED[f"{name}/frames"].astype(int)
-    pictures = read_pictures(name, Instants(tuple(times.tolist())))
+    pictures = read_pictures(name, ArbitraryFrameTimes(tuple(times.tolist())))
     assert len(pictures) == len(times)
     chosen_pictures = pictures[[0, len(times) // 2, -1]]
     assert chosen_pictures.shape == expected.shape
     assert np.abs(chosen_pictures - expected).max() <= MAX_ROUNDING
     # A window in the middle is searched for by key frames.
     middle = len(times) // 2
-    window = read_pictures(name, RegularTimes(1, 8.0, float(times[middle])))
+    window = read_pictures(name, RegularFrameTimes(1, 8.0, float(times[middle])))
     assert np.array_equal(window[0], pictures[middle])
 
 

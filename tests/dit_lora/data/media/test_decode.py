@@ -11,12 +11,12 @@ import pytest
 import torch
 from PIL import Image
 
-from dit_lora.data.media.decode import RegularTimes, iter_nearest_frames
+from dit_lora.data.media.decode import RegularFrameTimes, iter_nearest_frames
 from dit_lora.data.media.media import MediaFile, TarMember
 from dit_lora.data.media.pictures import scale_to_cover, to_upright_image
 from dit_lora.data.media.video import (
     ClipError,
-    find_shortage,
+    explain_missing_frames,
     read_frames,
     read_header,
     write_video,
@@ -88,7 +88,7 @@ def remux(path: Path, target: Path, **change: Any) -> Path:
     return target
 
 
-def from_the_beginning(path: Path, wanted: RegularTimes) -> list[np.ndarray]:
+def from_the_beginning(path: Path, wanted: RegularFrameTimes) -> list[np.ndarray]:
     frames: list[np.ndarray] = []
     for nearest_frame in iter_nearest_frames(MediaFile(path), wanted, should_seek=False):
         frames += [
@@ -100,18 +100,18 @@ def from_the_beginning(path: Path, wanted: RegularTimes) -> list[np.ndarray]:
 def check_equal(path: Path, tries: int) -> None:
     """Windows at random places, on frames and between them, with the first and the last ones."""
     chance = random.Random(0)
-    last_time = RegularTimes(1, 8.0, (COUNT - 0.7) / FPS)  # nearest to the last frame, though after it
-    for times in (last_time, RegularTimes(5, 8.0), RegularTimes(20, 30.0)):
+    last_time = RegularFrameTimes(1, 8.0, (COUNT - 0.7) / FPS)  # nearest to the last frame, though after it
+    for times in (last_time, RegularFrameTimes(5, 8.0), RegularFrameTimes(20, 30.0)):
         check_window(path, times)
     starts = [1e-9, 0.8, 1.6, (COUNT - 1) / FPS, (COUNT - 1.4) / FPS, 1e3]
     starts += [chance.uniform(0, COUNT / FPS) for _ in range(tries)]
     starts += [chance.randrange(COUNT) / FPS for _ in range(tries)]
     for start in starts:
-        times = RegularTimes(*chance.choice([(1, 8.0), (5, 8.0), (3, 24.0), (9, 30.0), (2, 60.0)]), start)
+        times = RegularFrameTimes(*chance.choice([(1, 8.0), (5, 8.0), (3, 24.0), (9, 30.0), (2, 60.0)]), start)
         check_window(path, times)
 
 
-def check_window(path: Path, wanted: RegularTimes) -> None:
+def check_window(path: Path, wanted: RegularFrameTimes) -> None:
     expected = from_the_beginning(path, wanted)
     options: dict[str, Any] = {
         "frames": wanted.count,
@@ -163,7 +163,7 @@ def test_a_window_decodes_little_of_the_file(tmp_path: Path, monkeypatch: pytest
             positions.append(frame[0])
             yield frame
 
-    monkeypatch.setattr("dit_lora.data.media.decode._check_forward", count)
+    monkeypatch.setattr("dit_lora.data.media.decode._check_times_ascend", count)
     read_frames(path, frames=3, height=HEIGHT, width=WIDTH, fps=8, start=1)  # frames 30, 34, 37
     assert positions[0] == pytest.approx(24 / FPS)
     assert positions[-1] <= 40 / FPS
@@ -176,7 +176,7 @@ def test_key_frames_are_found_in_many_kinds_of_files(tmp_path: Path, kind: str) 
     name, codec, options, ticks = FILES[kind]
     path = encode(tmp_path / name, codec, options, ticks)
     for start in (0.0, 0.8, 1.7, 2.5):
-        nearest_frames = list(iter_nearest_frames(MediaFile(path), RegularTimes(4, 8.0, start), should_seek=True))
+        nearest_frames = list(iter_nearest_frames(MediaFile(path), RegularFrameTimes(4, 8.0, start), should_seek=True))
         assert sum(warning.num_times for warning in nearest_frames) == 4
 
 
@@ -185,8 +185,8 @@ def test_a_window_that_the_clip_does_not_hold_is_too_short(tmp_path: Path) -> No
     with pytest.raises(ClipError, match=r"9 frames at 8 fps from 2\.5 s on .* it has at most 7"):
         read_frames(path, frames=9, height=HEIGHT, width=WIDTH, fps=8, start=2.5)
     header = read_header(path)
-    assert find_shortage(header, frames=7, fps=8, start=2.5) is None
-    assert "at most 7" in (find_shortage(header, frames=9, fps=8, start=2.5) or "")
+    assert explain_missing_frames(header, frames=7, fps=8, start=2.5) is None
+    assert "at most 7" in (explain_missing_frames(header, frames=9, fps=8, start=2.5) or "")
 
 
 def test_a_window_inside_a_tar_is_read_as_from_a_file(tmp_path: Path) -> None:

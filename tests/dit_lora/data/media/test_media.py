@@ -73,12 +73,12 @@ def test_a_file_is_itself_by_its_place_and_stamp(tmp_path: Path, monkeypatch: py
     link = tmp_path / "current"
     link.symlink_to(tmp_path / "v1")
     media = MediaFile(link / "a.PNG")
-    before = media.get_stamp()
-    assert media.get_stamp() == before
+    before = media.get_file_stamp()
+    assert media.get_file_stamp() == before
     assert get_suffix(media) == ".png"
     link.unlink()
     link.symlink_to(tmp_path / "v2")
-    assert media.get_stamp() != before
+    assert media.get_file_stamp() != before
     monkeypatch.chdir(tmp_path / "v1")
     for path in ("a.PNG", "../v1/a.PNG"):
         assert MediaFile(Path(path)).location == str(tmp_path / "v1" / "a.PNG")
@@ -99,11 +99,11 @@ def test_a_member_is_its_bytes_in_the_tar(tmp_path: Path) -> None:
         members = [TarMember(tmp_path / "s.tar", m.name, m.offset_data, m.size) for m in tar]
     assert [read_bytes(member) for member in members] == list(contents.values())
     assert pickle.loads(pickle.dumps(members)) == members
-    assert len({(member.location, member.get_stamp()) for member in members}) == 2
+    assert len({(member.location, member.get_file_stamp()) for member in members}) == 2
     assert is_image(members[0])
     assert not is_image(members[1])
-    stamp = members[0].get_stamp()
+    stamp = members[0].get_file_stamp()
     os.utime(tmp_path / "s.tar", ns=(1, 1))
-    assert members[0].get_stamp() != stamp
+    assert members[0].get_file_stamp() != stamp
     (tmp_path / "s.tar").unlink()
     assert not members[0].exists()

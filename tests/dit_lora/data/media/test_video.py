@@ -11,7 +11,7 @@ from PIL import Image
 
 from dit_lora.data.media.video import (
     ClipError,
-    find_shortage,
+    explain_missing_frames,
     read_frames,
     read_header,
     write_sample,
@@ -62,8 +62,8 @@ def test_the_last_frame_serves_for_its_own_time_but_no_longer(tmp_path: Path) ->
     with pytest.raises(ClipError, match=r"a\.mp4: too short: 5 frames at 8 fps .* it has at most 4"):
         read_frames(path, frames=5, height=32, width=48, fps=8)
     header = read_header(path)
-    assert find_shortage(header, frames=4, fps=8) is None
-    assert "at most 4" in (find_shortage(header, frames=6, fps=8) or "")
+    assert explain_missing_frames(header, frames=4, fps=8) is None
+    assert "at most 4" in (explain_missing_frames(header, frames=6, fps=8) or "")
 
 
 @pytest.mark.parametrize(("height", "width"), [(64, 32), (32, 64), (48, 48)])

@@ -30,7 +30,7 @@ def test_other_lines_and_columns_keep_their_bytes(tmp_path: Path) -> None:
     (tmp_path / "metadata.jsonl").write_bytes("\n".join(lines).encode() + b"\n")
     table = CaptionTable.read(tmp_path)
     assert table.media == ["a.mp4", "b.png", "deep/c.mp4"]  # a mask is no sample
-    assert table.uncaptioned == ["b.png", "deep/c.mp4"]
+    assert table.uncaptioned_files == ["b.png", "deep/c.mp4"]
     with lock_table(tmp_path) as table:
         table.write_captions({"b.png": 'a "b"', "deep/c.mp4": "ç"})
     written = (tmp_path / "metadata.jsonl").read_bytes().decode().split("\n")
@@ -39,14 +39,14 @@ def test_other_lines_and_columns_keep_their_bytes(tmp_path: Path) -> None:
     assert written[3:] == ['{"video": "deep/c.mp4", "caption": "ç"}\r', ""]
     reread = CaptionTable.read(tmp_path)
     assert reread.captions == {"a.mp4": "é kept", "b.png": 'a "b"', "deep/c.mp4": "ç"}
-    assert not reread.uncaptioned
+    assert not reread.uncaptioned_files
 
 
 def test_captions_of_text_files_come_along_into_a_new_table(tmp_path: Path) -> None:
     folder(tmp_path, "a.mp4", "b.mp4")
     (tmp_path / "a.txt").write_text("by\nhand ")
     table = CaptionTable.read(tmp_path)
-    assert (table.captions, table.uncaptioned) == ({"a.mp4": "by hand"}, ["b.mp4"])
+    assert (table.captions, table.uncaptioned_files) == ({"a.mp4": "by hand"}, ["b.mp4"])
     with pytest.raises(RuntimeError, match="inside lock_table"):
         table.write_captions({"b.mp4": "made"})
     with lock_table(tmp_path) as table:
@@ -90,7 +90,7 @@ def test_what_waits_is_moved_once_and_never_over_another_caption(tmp_path: Path)
         assert second_writer.merge_into_table(include_all=True) == 0
     table = CaptionTable.read(tmp_path)
     assert table.captions == {"a.mp4": "by hand", "b.mp4": "second\nline"}
-    assert table.uncaptioned == ["c.mp4"]
+    assert table.uncaptioned_files == ["c.mp4"]
 
 
 def put(root: Path, captions: dict[str, str]) -> bytes:

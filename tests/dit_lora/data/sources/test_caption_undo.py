@@ -12,7 +12,7 @@ from dit_lora.data.sources.caption_changes import CaptionChange
 from dit_lora.data.sources.caption_table import CaptionTable, lock_table
 from dit_lora.errors import DitLoraError
 from dit_lora.report.captions.edits import CaptionEdits
-from dit_lora.report.captions.rules import TextRules
+from dit_lora.report.captions.rules import CaptionRules
 
 TABLES = (
     b'{"file_name": "a.png", "text": "caf\\u00e9"}\n{"file_name":"b.png" ,"text": "b"}\n',
@@ -110,7 +110,7 @@ def test_a_step_of_a_write_that_failed_is_skipped_and_a_damaged_one_refused(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("dit_lora.data.sources.caption_table.replace_contents", fail)
+        patch.setattr("dit_lora.data.sources.caption_table.overwrite_file_atomically", fail)
         with pytest.raises(DitLoraError, match="cannot write"):
             write(tmp_path, a="lost")
     assert undo(tmp_path) == 1
@@ -126,7 +126,7 @@ def test_a_step_of_a_write_that_failed_is_skipped_and_a_damaged_one_refused(
 def test_many_captions_change_in_one_write_or_none_does(tmp_path: Path) -> None:
     write_folder(tmp_path, b"")
     write(tmp_path, a="a dog, a Dog", b="sks dog")
-    edits = CaptionEdits(tmp_path, TextRules())
+    edits = CaptionEdits(tmp_path, CaptionRules())
     preview = edits.apply(CaptionChange("dog", "cat", "sks"), SampleFilter())
     assert preview.captions["a.png"] == ("a dog, a Dog", "sks, a cat, a Dog")
     assert CaptionTable.read(tmp_path).captions == {"a.png": "sks, a cat, a Dog", "b.png": "sks cat"}
@@ -154,7 +154,7 @@ def test_files_are_chosen_by_findings_shape_and_length(tmp_path: Path) -> None:
         },
     ]
     (tmp_path / AUDIT_FILE).write_text(json.dumps({"samples": rows}))
-    edits = CaptionEdits(tmp_path, TextRules())
+    edits = CaptionEdits(tmp_path, CaptionRules())
     for names, texts in (
         ("abc", []),
         ("ac", ["finding=any"]),
@@ -165,9 +165,9 @@ def test_files_are_chosen_by_findings_shape_and_length(tmp_path: Path) -> None:
         ("c", ["length=2 to 5 s", "shape=landscape"]),
         ("b", ["text=B.P"]),
     ):
-        lines = edits.list_lines(SampleFilter.from_texts(texts))
+        lines = edits.list_caption_lines(SampleFilter.from_texts(texts))
         assert [line[0] for line in lines] == list(names), texts
-    (line,) = edits.list_lines(SampleFilter(length="2 to 5 s"))
+    (line,) = edits.list_caption_lines(SampleFilter(length="2 to 5 s"))
     assert line == "c.png\t0\ttoo_short,dark,caption_missing\t"
     findings = StoredAudit.read(tmp_path).samples["c.png"].findings
     assert [finding.verdict for finding in findings] == ["reject", "warn"]

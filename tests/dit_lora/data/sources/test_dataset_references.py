@@ -13,7 +13,7 @@ from dit_lora.data.cache.digests import Digests
 from dit_lora.data.media import media
 from dit_lora.data.media.media import read_bytes
 from dit_lora.data.sources import hf_datasets
-from dit_lora.data.sources.clips import Scan
+from dit_lora.data.sources.clips import DataScan
 from dit_lora.data.sources.scan import scan_sources
 from dit_lora.errors import DitLoraError
 
@@ -41,12 +41,12 @@ def a_dataset(**columns: tuple[Any, list[Any]]) -> Any:
     return datasets.Dataset.from_dict(values, features=datasets.Features(features))
 
 
-def scanned(saved: Any, folder: Path, **options: Any) -> Scan:
+def scanned(saved: Any, folder: Path, **options: Any) -> DataScan:
     saved.save_to_disk(folder)
     return scan_sources(DataConfig(path=str(folder), height=8, width=8, **options))
 
 
-def levels(found: Scan) -> dict[int, list[int]]:
+def levels(found: DataScan) -> dict[int, list[int]]:
     return {level(clip.media): [level(reference) for reference in clip.references] for clip in found.clips}
 
 
@@ -102,7 +102,7 @@ def test_cells_of_a_list_are_told_apart(tmp_path: Path) -> None:
     assert (
         len({reference.location for reference in references}) == len({reference.name for reference in references}) == 3
     )
-    assert [reference.get_stamp()[0] for reference in references] == [
+    assert [reference.get_file_stamp()[0] for reference in references] == [
         len(read_bytes(reference)) for reference in references
     ]
     assert [level(reference) for reference in pickle.loads(pickle.dumps(references))] == [

@@ -7,7 +7,7 @@ import pytest
 
 from dit_lora.config.load import parse_recipe
 from dit_lora.config.recipe import Recipe
-from dit_lora.data.sources.clips import Scan
+from dit_lora.data.sources.clips import DataScan
 from dit_lora.data.sources.held_out import scan_recipe
 from dit_lora.errors import DitLoraError
 
@@ -31,11 +31,11 @@ def recipe_of(tmp_path: Path, sources: dict[str, Any], validation: dict[str, Any
     return parse_recipe(values, "recipe")
 
 
-def scan(tmp_path: Path, data: dict[str, Any], held_out: float | str | None) -> Scan:
+def scan(tmp_path: Path, data: dict[str, Any], held_out: float | str | None) -> DataScan:
     return scan_recipe(recipe_of(tmp_path, data, {"data": held_out}))
 
 
-def held_out_ids(scanned: Scan) -> list[str]:
+def held_out_ids(scanned: DataScan) -> list[str]:
     return [clip.id for clip in scanned.clips if clip.is_held_out]
 
 

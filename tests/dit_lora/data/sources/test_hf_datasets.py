@@ -19,7 +19,7 @@ from dit_lora.data.media import media
 from dit_lora.data.media.media import MediaFile, read_bytes
 from dit_lora.data.media.video import read_frames
 from dit_lora.data.sources import hf_datasets
-from dit_lora.data.sources.clips import Clip, Scan
+from dit_lora.data.sources.clips import Clip, DataScan
 from dit_lora.data.sources.scan import read_clips
 from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.errors import DitLoraError
@@ -91,7 +91,7 @@ def test_cells_are_read_in_place(tmp_path: Path, read: Callable[..., list[Clip]]
     second_clips = read_clips(data, tmp_path / "cache")
     assert second_clips == first_clips
     assert [clip.id for clip in first_clips] == ["00000000.png", "00000001.png", "00000002.tiff"]
-    assert [clip.media.get_stamp()[0] for clip in first_clips] == [len(read_bytes(c.media)) for c in first_clips]
+    assert [clip.media.get_file_stamp()[0] for clip in first_clips] == [len(read_bytes(c.media)) for c in first_clips]
     pickled = pickle.dumps(second_clips)
     assert str(tmp_path / "saved").encode() in pickled  # by the files' paths
     for clip, unpickled in zip(first_clips, pickle.loads(pickled), strict=True):
@@ -201,7 +201,7 @@ def test_a_dataset_of_the_hub_names_no_file_of_this_machine(tmp_path: Path, monk
     ]
 
 
-def found_in(dataset: Any, **options: Any) -> Scan:
+def found_in(dataset: Any, **options: Any) -> DataScan:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hf_datasets, "_load_dataset", lambda path: dataset)
         return hf_datasets.read_dataset(SourceConfig(path="any", **options))

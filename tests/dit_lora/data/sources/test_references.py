@@ -12,7 +12,7 @@ import pytest
 from dit_lora.config.data import DataConfig
 from dit_lora.data.media import media
 from dit_lora.data.media.media import TarMember, read_bytes
-from dit_lora.data.sources.clips import Clip, Scan
+from dit_lora.data.sources.clips import Clip, DataScan
 from dit_lora.data.sources.scan import scan_sources
 from dit_lora.errors import DitLoraError
 
@@ -46,7 +46,7 @@ def write_rows(root: Path, layout: str, rows: list[dict[str, Any]]) -> None:
         (root / "metadata.jsonl").write_text(lines)
 
 
-def references(found: Scan) -> dict[str, list[str]]:
+def references(found: DataScan) -> dict[str, list[str]]:
     """The bytes of each clip's references, which are the names that they were written under."""
     return {clip.id: [read_bytes(reference).decode() for reference in clip.references] for clip in found.clips}
 
@@ -55,7 +55,7 @@ def masks(clips: list[Clip]) -> dict[str, tuple[str, bool] | None]:
     return {clip.id: (read_bytes(clip.mask.media).decode(), clip.mask.alpha) if clip.mask else None for clip in clips}
 
 
-def problems(found: Scan) -> list[tuple[str, str]]:
+def problems(found: DataScan) -> list[tuple[str, str]]:
     return [(finding.file, finding.code) for finding in found.problems]
 
 
@@ -167,7 +167,7 @@ def pairs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def of_pairs(root: Path, *folders: str, **options: Any) -> Scan:
+def of_pairs(root: Path, *folders: str, **options: Any) -> DataScan:
     reference_folders = [str(root / folder) for folder in folders]
     return scan_sources(config(root / "target", reference_folders=reference_folders, **options))
 

@@ -15,7 +15,7 @@ from dit_lora.data.media import media
 from dit_lora.data.media.media import read_bytes
 from dit_lora.data.media.video import read_frames
 from dit_lora.data.sources import webdataset
-from dit_lora.data.sources.clips import Clip, Scan
+from dit_lora.data.sources.clips import Clip, DataScan
 from dit_lora.data.sources.scan import read_clips, scan_sources
 from dit_lora.data.synthetic.clips import write_shapes
 
@@ -45,7 +45,7 @@ def config(path: Path, **values: object) -> DataConfig:
     return DataConfig(path=str(path), height=32, width=48, **values)  # type: ignore[arg-type]
 
 
-def codes(found: Scan) -> list[tuple[str, str]]:
+def codes(found: DataScan) -> list[tuple[str, str]]:
     return [(finding.file, finding.code) for finding in found.problems]
 
 

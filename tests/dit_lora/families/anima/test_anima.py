@@ -98,7 +98,7 @@ def test_diffusers_own_loader_takes_the_adapter_in_both_forms(
         tensors = {}
         for name, tensor in load_file(tmp_path / ADAPTER_FILE).items():
             layer, _, rest = name.removeprefix("transformer.").partition(".lora_")
-            published = FAMILY.comfyui.translate(layer)
+            published = FAMILY.comfyui.translate_layer_name(layer)
             assert published is not None
             # ComfyUI reads no alpha here: 7 / 4 is in B.
             tensors[f"{published}.lora_{rest}"] = tensor * (7 / 4 if rest.startswith("B") else 1)
@@ -122,7 +122,7 @@ def test_diffusers_own_loader_takes_the_adapter_in_both_forms(
 def test_every_layer_has_a_name_in_comfyui_that_diffusers_reads_back(tiny_checkpoints: dict[str, Path]) -> None:
     transformer = opened(tiny_checkpoints["anima"]).denoiser.load_transformer(torch.float32)
     layers = [name for name, module in transformer.named_modules() if isinstance(module, torch.nn.Linear)]
-    names = {f"{FAMILY.comfyui.translate(name)}.lora_A.weight": name for name in layers}
+    names = {f"{FAMILY.comfyui.translate_layer_name(name)}.lora_A.weight": name for name in layers}
     assert len(names) == len(layers) == 2 * 16 + 6
     pipeline_class: Any = opened(tiny_checkpoints["anima"]).info.pipeline_class
     read = pipeline_class.lora_state_dict(dict.fromkeys(names, torch.zeros(1)))

@@ -54,7 +54,9 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(tiny_checkpoints
         **encode_text(CAPTIONS),
     }
     # Noise and timesteps as the family draws them.
-    noise = {name: draw([generator] * 3) for name, draw in checkpoint.denoiser.draw_functions(batch).items()}
+    noise = {
+        name: draw([generator] * 3) for name, draw in checkpoint.denoiser.get_random_input_samplers(batch).items()
+    }
     ahead = RandomInputs(0, (0, 1, 2), noise)
     with torch.no_grad():
         transformer = checkpoint.denoiser.load_transformer(torch.float32)

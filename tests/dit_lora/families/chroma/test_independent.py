@@ -64,7 +64,9 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
         **encode_text(CAPTIONS),
     }
     # Of the checkpoint's own density, as it is drawn.
-    noise = {name: draw([generator] * 3) for name, draw in checkpoint.denoiser.draw_functions(batch).items()}
+    noise = {
+        name: draw([generator] * 3) for name, draw in checkpoint.denoiser.get_random_input_samplers(batch).items()
+    }
     ahead = RandomInputs(0, (0, 1, 2), noise)
     transformer = checkpoint.denoiser.load_transformer(torch.float32)
     set_checkpointing(transformer, checkpointing)

@@ -51,19 +51,19 @@ def test_names_have_the_stock_pipelines_rows(tiny: Path, tmp_path: Path) -> None
     table = get_family("dit").open(ModelConfig(family="dit", path=str(path))).info.trained_classes
     labels = DiTPipeline.from_pretrained(path).labels
     assert len(labels) > 1000
-    assert {name: table.find_row(name) for name in labels} == labels
-    assert table.find_row("crane") == 517
-    assert table.find_row("tabby, tabby cat") == table.find_row("tabby cat, tabby") == 281
+    assert {name: table.find_label_row(name) for name in labels} == labels
+    assert table.find_label_row("crane") == 517
+    assert table.find_label_row("tabby, tabby cat") == table.find_label_row("tabby cat, tabby") == 281
 
 
 def test_a_number_is_a_row_where_no_class_has_one_for_a_name() -> None:
     table = ClassTable(1002, {0: "tench", 1001: "red dog"})
-    assert [table.find_row(name) for name in ("0", "999", "1001", "1002")] == [0, 999, 1001, 1002]
-    assert table.find_row("1000") is None  # the null row
-    assert table.find_row("1003") is None
-    assert table.find_row("") == 1000
+    assert [table.find_label_row(name) for name in ("0", "999", "1001", "1002")] == [0, 999, 1001, 1002]
+    assert table.find_label_row("1000") is None  # the null row
+    assert table.find_label_row("1003") is None
+    assert table.find_label_row("") == 1000
     digits = ClassTable.from_names(["0", "1", "8", "9"])
-    assert [digits.find_row(name) for name in ("8", "2", "")] == [2, None, 4]
+    assert [digits.find_label_row(name) for name in ("8", "2", "")] == [2, None, 4]
 
 
 @pytest.mark.parametrize(
@@ -80,15 +80,15 @@ def test_new_classes_go_behind_the_old_and_around_the_null_row(
 ) -> None:
     """No old class moves; the null row keeps its weights, and the new classes start as it."""
     old = ClassTable(count, {})
-    table = old.with_new_classes([f"new {i}" for i in range(new)])
-    assert table.null_row == null
-    assert [table.find_row(f"new {i}") for i in range(new)] == rows
+    table = old.append_new_classes([f"new {i}" for i in range(new)])
+    assert table.null_label_row == null
+    assert [table.find_label_row(f"new {i}") for i in range(new)] == rows
     weight = torch.randn(count + 1, 3, generator=torch.Generator().manual_seed(0))
-    grown = table.grow_weight(weight, old)
+    grown = table.expand_label_weight(weight, old)
     assert len(grown) == count + new + 1
     assert torch.equal(grown[old.rows()], weight[old.rows()])
     for row in (null, *rows):
-        assert torch.equal(grown[row], weight[old.null_row])
+        assert torch.equal(grown[row], weight[old.null_label_row])
 
 
 def test_a_small_table_is_guided_with_its_own_null_row(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_new_classes_need_rows_that_train_and_do_not_decay(values: Values) -> No
     with pytest.raises(DitLoraError, match=r"a weight decay of 0.0001, which would wear off"):
         opened(values)
     values["optim"]["weight_decay"] = 0
-    assert opened(values).info.trained_classes.find_row("red disc") == 1005
+    assert opened(values).info.trained_classes.find_label_row("red disc") == 1005
 
 
 def test_known_classes_need_no_new_rows(values: Values, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_known_classes_need_no_new_rows(values: Values, tmp_path: Path) -> None:
     values["validation"]["prompts"] = ["goldfish"]
     checkpoint = opened(values)
     assert checkpoint.info.trained_classes.count == 1000
-    assert checkpoint.info.index_changes() == {}
+    assert checkpoint.info.model_index_changes() == {}
     labels = checkpoint.encoders.load_text_encoder(torch.float32, torch.device("cpu"))(["tabby cat", "3", ""])
     assert labels["class_labels"].tolist() == [281, 3, 1000]
     assert labels["class_labels"].dtype is torch.int64
@@ -248,8 +248,8 @@ def test_a_whole_model_with_new_classes_loads_in_the_stock_pipeline(
     (image,) = pipeline([pipeline.labels["red disc"]], num_inference_steps=2).images
     assert image.size == (32, 32)
     reopened = get_family("dit").open(ModelConfig(family="dit", path=str(folder / "model")))
-    assert reopened.info.trained_classes.find_row("red disc") == 1005
-    assert reopened.info.trained_classes.null_row == 1000
+    assert reopened.info.trained_classes.find_label_row("red disc") == 1005
+    assert reopened.info.trained_classes.null_label_row == 1000
 
 
 def test_classes_of_a_model_from_scratch_are_the_datas_and_a_lora_adds_one(

@@ -18,7 +18,7 @@ from torch import nn
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.families import get_family
 from dit_lora.families.dit.classes import disable_label_dropout, initialize_weights
-from dit_lora.guard.comparison.parity import Difference, find_first_difference
+from dit_lora.guard.comparison.parity import KernelDifference, find_first_difference
 from dit_lora.guard.fallbacks import Fallback
 from dit_lora.numerics.objectives import EpsilonPrediction
 from dit_lora.numerics.streams import RandomStreams
@@ -114,7 +114,7 @@ def off(state: dict[str, bool]) -> Iterator[None]:
         state["on"] = True
 
 
-def difference(checkpoint: Any, model: Any, state: dict[str, bool], size: int) -> Difference | None:
+def difference(checkpoint: Any, model: Any, state: dict[str, bool], size: int) -> KernelDifference | None:
     """What preflight makes of a kernel with this switch, on a micro-batch of that size."""
     g = torch.Generator().manual_seed(3)
     latent = {name: torch.randn(size, 4, 4, 4, generator=g) for name in ("latent_mean", "latent_logvar")}

@@ -49,7 +49,9 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(tiny_checkpoints
         **{name: torch.stack([latent[name] for latent in latents]) for name in latents[0]},
         **encode_text(CAPTIONS),
     }
-    noise = {name: draw([generator] * 3) for name, draw in checkpoint.denoiser.draw_functions(batch).items()}
+    noise = {
+        name: draw([generator] * 3) for name, draw in checkpoint.denoiser.get_random_input_samplers(batch).items()
+    }
     ahead = RandomInputs(0, (0, 1, 2), noise)
     with torch.no_grad():
         transformer = checkpoint.denoiser.load_transformer(torch.float32)

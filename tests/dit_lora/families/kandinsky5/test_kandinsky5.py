@@ -51,7 +51,9 @@ def test_a_run_says_that_ftfy_is_missing(tiny: Path, monkeypatch: pytest.MonkeyP
     for is_installed in (False, True):
         for module in (captions, checkpoint_module):
             monkeypatch.setattr(module, "is_ftfy_available", lambda is_available=is_installed: is_available)
-        messages.append([encoders.note_captions([caption]) for caption in ("a cat & a dog", "a cat &amp; a dog")])
+        messages.append(
+            [encoders.list_caption_warnings([caption]) for caption in ("a cat & a dog", "a cat &amp; a dog")]
+        )
         keys.append(encoders.text_cache_key())
     plain, cleaned = messages[0]
     assert (plain, messages[1]) == ([], [[], []])

@@ -56,5 +56,5 @@ def test_stock_diffusers_reads_what_comfyui_does(tiny_checkpoints: dict[str, Pat
     ],
 )
 def test_names_are_the_published_models(name: str, theirs: str | None) -> None:
-    key = get_family("krea2").comfyui.translate(name)
+    key = get_family("krea2").comfyui.translate_layer_name(name)
     assert key == (None if theirs is None else f"diffusion_model.{theirs}")

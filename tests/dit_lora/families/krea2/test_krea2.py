@@ -220,7 +220,7 @@ def test_turbo_is_refused_by_name_and_still_samples(raw: Path, turbo: Path, reci
         family.open(recipe.model, recipe)
     lora = {"rank": 4, "under": [{"path": "theirs.safetensors"}]}
     trained = family.open(recipe.model, recipe_for(turbo, recipe_values, lora=lora))
-    assert trained.denoiser.mu(torch.Size([16, 1, 128, 128])) == 1.15
+    assert trained.denoiser.compute_shift_mu(torch.Size([16, 1, 128, 128])) == 1.15
     guided = recipe_for(turbo, recipe_values, train={**recipe_values["train"], "target": "guided"})
     assert family.open(guided.model, guided).info.is_distilled
     validation = {"model": str(turbo), "prompts": ["a cat"], "guidance_scale": 0}

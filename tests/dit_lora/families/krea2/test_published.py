@@ -85,8 +85,8 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(checkpoint: Any) -> No
     num_parameters = sum(p.numel() for p in transformer.parameters())
     assert num_parameters == counted(config) == 12_820_073_036
     assert fitting.denoiser.objective.shift is None
-    assert fitting.denoiser.mu(torch.Size([16, 1, 160, 160])) == pytest.approx(1.15)
-    assert fitting.denoiser.mu(torch.Size([16, 1, 32, 32])) == pytest.approx(0.5)
+    assert fitting.denoiser.compute_shift_mu(torch.Size([16, 1, 160, 160])) == pytest.approx(1.15)
+    assert fitting.denoiser.compute_shift_mu(torch.Size([16, 1, 32, 32])) == pytest.approx(0.5)
     fitting.info.check_shape(VideoShape(1, 1040, 752))
     with pytest.raises(DitLoraError, match="width must be a multiple of 16; got 760, nearest 752"):
         fitting.info.check_shape(VideoShape(1, 1040, 760))

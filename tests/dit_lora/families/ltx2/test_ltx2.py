@@ -154,7 +154,7 @@ def test_noise_levels_are_those_of_the_vendors_sampler(
     """1e5 draws against ShiftedLogitNormalTimestepSampler (ltx-trainer, timestep_samplers.py) in fp64."""
     checkpoint = opened(tiny_checkpoints["ltx-2"])
     size = torch.Size([8, 1, 1, tokens])
-    assert checkpoint.denoiser.mu(size) == pytest.approx(mu, rel=1e-6)
+    assert checkpoint.denoiser.compute_shift_mu(size) == pytest.approx(mu, rel=1e-6)
     levels = checkpoint.denoiser.objective.distribution
     assert (levels.density, levels.mean, levels.std) == ("stretched_logit_normal", 0.0, 1.0)
     gaussian = torch.randn(100_000, generator=torch.Generator().manual_seed(7))
@@ -198,13 +198,13 @@ def test_positions_are_in_seconds(tiny_checkpoints: dict[str, Path]) -> None:
     path = tiny_checkpoints["ltx-2.3"]
     assert opened(path).info.frame_rate == 24.0  # the pipeline's default
     assert for_recipe(path).info.frame_rate == FPS
-    assert opened(path).with_training_metadata({"video": {"fps": 12.5}}).info.frame_rate == 12.5
+    assert opened(path).copy_with_training_metadata({"video": {"fps": 12.5}}).info.frame_rate == 12.5
     image = for_recipe(path, data={"frames": 1, "fps": None})
     assert image.info.frame_rate == 24.0
     checkpoint = opened(path)
     model, batch = checkpoint.denoiser.load_transformer(torch.float32), batch_of(checkpoint)
     slow, fast = (
-        checkpoint.with_info(replace(checkpoint.info, fps=fps))
+        checkpoint.copy_with_info(replace(checkpoint.info, fps=fps))
         .losses(model, batch, RandomStreams(0, [0, 1, 2]))
         .losses
         for fps in (8.0, 24.0)
@@ -215,10 +215,10 @@ def test_positions_are_in_seconds(tiny_checkpoints: dict[str, Path]) -> None:
 def test_the_picture_is_left_out_of_a_share_of_samples(tiny_checkpoints: dict[str, Path]) -> None:
     path = tiny_checkpoints["ltx-2.3"]
     checkpoint = for_recipe(path, model={"task": "i2v"}, data={"image_dropout": 0.5})
-    assert checkpoint.info.index_changes() == {"_class_name": "LTX2ImageToVideoPipeline"}
+    assert checkpoint.info.model_index_changes() == {"_class_name": "LTX2ImageToVideoPipeline"}
     batch = batch_of(checkpoint)
     random_inputs = {"image_dropout": torch.tensor([True, False, True])}
-    conditioning_mask = checkpoint.denoiser.conditioning.mask(batch, random_inputs)
+    conditioning_mask = checkpoint.denoiser.conditioning.compute_conditioning_mask(batch, random_inputs)
     assert conditioning_mask.sum((1, 2)).tolist() == [6, 0, 6]
     token_timesteps = checkpoint.denoiser.conditioning.token_timesteps(
         torch.tensor([100.0, 200.0, 300.0]), batch, random_inputs
@@ -233,7 +233,7 @@ def test_the_picture_is_left_out_of_a_share_of_samples(tiny_checkpoints: dict[st
     assert torch.equal(clean[:, 6:], packed[:, 6:])
     assert not torch.equal(clean[0, :6], packed[0, :6])
     rows = [torch.Generator().manual_seed(seed) for seed in range(2000)]
-    assert 0.46 < checkpoint.denoiser.draw_functions(batch)["image_dropout"](rows).float().mean() < 0.54
+    assert 0.46 < checkpoint.denoiser.get_random_input_samplers(batch)["image_dropout"](rows).float().mean() < 0.54
 
 
 OTHERS = {

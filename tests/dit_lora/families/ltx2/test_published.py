@@ -148,8 +148,8 @@ def test_its_recipe_fits_a_published_checkpoint(stem: str, tmp_path: Path) -> No
     assert not checkpoint.info.has_sound or f"and {heard} of sound" in (RECIPES / f"{stem}.yaml").read_text()
     assert (checkpoint.info.frame_rate, checkpoint.info.text_tokens) == (24, 1024)
     # Where the trainer's line ends; a sixth of those tokens are its other end.
-    assert checkpoint.denoiser.mu(grid) == pytest.approx(0.95 + (6144 - 1024) * 1.1 / 3072)
-    assert checkpoint.denoiser.mu(torch.Size((128, 4, 16, 16))) == pytest.approx(0.95)
+    assert checkpoint.denoiser.compute_shift_mu(grid) == pytest.approx(0.95 + (6144 - 1024) * 1.1 / 3072)
+    assert checkpoint.denoiser.compute_shift_mu(torch.Size((128, 4, 16, 16))) == pytest.approx(0.95)
     levels = checkpoint.denoiser.objective.distribution
     assert (levels.density, checkpoint.denoiser.num_train_timesteps) == ("stretched_logit_normal", 1000)
     with pytest.raises(DitLoraError, match="width must be a multiple of 32; got 752"):

@@ -24,7 +24,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
 from dit_lora.families.ltx2.sound import build_audio_encoder, compute_log_mel, count_audio_tokens
-from dit_lora.numerics.streams import RandomStreams, normal
+from dit_lora.numerics.streams import RandomStreams, draw_normal_noise
 
 RATE = 16000
 # Of the published audio VAE.
@@ -227,13 +227,15 @@ def own_timesteps(model: Any, call: dict[str, Any]) -> Iterator[None]:
 def test_sound_has_noise_and_a_level_of_its_own(tiny_checkpoints: dict[str, Path]) -> None:
     checkpoint = with_sound(tiny_checkpoints["ltx-2.3"], "t2v")
     model, batch = checkpoint.denoiser.load_transformer(torch.float32), batch_of(checkpoint, sound=True)
-    random_inputs = checkpoint.denoiser.draw_functions({name: tensor.to("meta") for name, tensor in batch.items()})
+    random_inputs = checkpoint.denoiser.get_random_input_samplers(
+        {name: tensor.to("meta") for name, tensor in batch.items()}
+    )
     rows = RandomStreams(0, [1, 2, 3]).draw_tensors(random_inputs, CPU)
     assert set(rows) == {"noise", "timestep", "audio_noise", "audio_timestep"}
     assert not torch.equal(rows["timestep"], rows["audio_timestep"])
     # By its own number of tokens, 53, where the video has 18.
     assert batch["audio_latent_mean"].shape[1:] == (53, 16)
-    gaussian = normal((), RandomStreams(0, [1, 2, 3])("audio_timestep"))
+    gaussian = draw_normal_noise((), RandomStreams(0, [1, 2, 3])("audio_timestep"))
     shift = math.exp(0.95 + (53 - 1024) * (2.05 - 0.95) / (4096 - 1024))
     expected = checkpoint.denoiser.objective.compute_sigmas(gaussian, shift)
     torch.testing.assert_close(rows["audio_timestep"], expected, rtol=1e-6, atol=0)
@@ -247,7 +249,7 @@ def test_samples_without_their_sound_are_refused_by_name(
 ) -> None:
     checkpoint = with_sound(tiny_checkpoints["ltx-2.3"], "t2v")
     with pytest.raises(DitLoraError, match="cached without their sound"):
-        checkpoint.denoiser.draw_functions(batch_of(checkpoint))
+        checkpoint.denoiser.get_random_input_samplers(batch_of(checkpoint))
     # Their text is the same: what was cached for video alone does for both.
     silent = opened(tiny_checkpoints["ltx-2.3"])
     assert silent.encoders.text_cache_key() == checkpoint.encoders.text_cache_key()
@@ -258,8 +260,8 @@ def test_a_header_says_that_sound_was_trained(tiny_checkpoints: dict[str, Path])
     checkpoint = with_sound(path, "t2v")
     assert checkpoint.info.training_metadata() == {"sound": True}
     assert opened(path).info.training_metadata() == {}
-    assert opened(path).with_training_metadata(checkpoint.info.training_metadata()).info.has_sound
-    assert not opened(path).with_training_metadata({}).info.has_sound
+    assert opened(path).copy_with_training_metadata(checkpoint.info.training_metadata()).info.has_sound
+    assert not opened(path).copy_with_training_metadata({}).info.has_sound
 
 
 def test_samples_have_the_sound_that_was_trained(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:

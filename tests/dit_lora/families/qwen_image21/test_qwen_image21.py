@@ -191,9 +191,9 @@ def test_a_run_on_turbo_starts_with_a_warning(
 def test_tiles_of_its_autoencoder_are_of_rgba(tiny: Path) -> None:
     """Convolutions of two dimensions, and a dimension of frames."""
     config, tiling = opened(tiny).info.vae_config, VaeMemory(tiling=True, slicing=True)
-    tiling.require_supported("it", config, [(512, 512)])
+    tiling.require_tiling_support("it", config, [(512, 512)])
     with pytest.raises(DitLoraError, match="do not fit these heights"):
-        tiling.require_supported("it", config, [(520, 512)])
+        tiling.require_tiling_support("it", config, [(520, 512)])
 
 
 def test_parts_that_do_not_fit_and_a_missing_processor_are_refused(tiny: Path, tmp_path: Path) -> None:
@@ -231,4 +231,6 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(tmp_path: Path) -> Non
     assert (report.num_adapted, report.num_parameters) == (128, 16_777_216)
     assert checkpoint.info.size_multiple == 32
     # The line through 256 and 8192 tokens, at a token for 16x16 pixels.
-    assert checkpoint.denoiser.mu(torch.Size([64, 1, 64, 64])) == pytest.approx(0.5 + 0.4 * (4096 - 256) / 7936)
+    assert checkpoint.denoiser.compute_shift_mu(torch.Size([64, 1, 64, 64])) == pytest.approx(
+        0.5 + 0.4 * (4096 - 256) / 7936
+    )

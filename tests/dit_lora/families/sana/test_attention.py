@@ -291,9 +291,9 @@ def test_a_whole_pipeline_trained_from_it_still_saturates(tiny_checkpoints: dict
     base = get_family("sana").open(ModelConfig(family="sana", path=str(tiny_checkpoints["sana-fp16"])))
     output_dir = tmp_path / "model"
     transformer = base.denoiser.load_transformer(torch.float32)
-    save_pipeline(transformer, base.path, output_dir, {}, base.info.index_changes())
+    save_pipeline(transformer, base.path, output_dir, {}, base.info.model_index_changes())
     reopened = get_family("sana").open(ModelConfig(family="sana", path=str(output_dir)))
     assert has_fp16_saturation(reopened.denoiser.load_transformer(torch.float32))
     assert not has_fp16_saturation(SanaPipeline.from_pretrained(output_dir).transformer)
     trained = get_family("sana").open(ModelConfig(family="sana", path=str(tiny_checkpoints["sana-600m"])))
-    assert trained.info.index_changes() == {}
+    assert trained.info.model_index_changes() == {}

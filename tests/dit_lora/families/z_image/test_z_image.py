@@ -21,7 +21,7 @@ from dit_lora.config.recipe import LoraConfig, Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
-from dit_lora.families.z_image.checkpoint import find_turbo_sign
+from dit_lora.families.z_image.checkpoint import find_turbo_reason
 from dit_lora.numerics.streams import RandomStreams, make_generator
 from dit_lora.planning.search import open_estimator
 
@@ -223,7 +223,7 @@ def test_comfyui_has_a_name_for_every_linear_layer(path: Path) -> None:
     assert len(linear) == 4 * 7 + 3 + 6
     comfyui = get_family("z_image").comfyui
     assert [name for name in linear if not pattern.fullmatch(name)] == []
-    assert [comfyui.translate(name) for name in linear] == [f"transformer.{name}" for name in linear]
+    assert [comfyui.translate_layer_name(name) for name in linear] == [f"transformer.{name}" for name in linear]
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_comfyui_has_a_name_for_every_linear_layer(path: Path) -> None:
     ],
 )
 def test_turbo_is_guessed_by_its_name_or_its_shift(name: str, shift: float, sign: str | None) -> None:
-    assert find_turbo_sign(name, shift) == sign
+    assert find_turbo_reason(name, shift) == sign
 
 
 def test_a_turbo_that_trains_alone_is_warned_of_and_over_an_adapter_is_not(

@@ -16,7 +16,7 @@ from dit_lora.families import get_family
 from dit_lora.fuse.api import fuse
 from dit_lora.fuse.attention import SharedInputProcessor
 from dit_lora.fuse.models import streams
-from dit_lora.fuse.patches import Fusion, get_fusion
+from dit_lora.fuse.patches import FusedModelState, get_fusion
 
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
 
@@ -259,7 +259,7 @@ def attention(**config: Any) -> tuple[Attention, Spy]:
     torch.manual_seed(0)
     layer = Attention(32, heads=2, dim_head=16, **config).requires_grad_(False)
     spy = Spy(layer.processor)
-    layer.processor = SharedInputProcessor(spy, Fusion({"attention": True}), layer)
+    layer.processor = SharedInputProcessor(spy, FusedModelState({"attention": True}), layer)
     return layer, spy
 
 

@@ -102,7 +102,7 @@ class TestKrea2(Contract):
         A wrong name or shape of a tensor would save it instead.
         """
         model, outputs = fuse_all(self.build()), []
-        for module, name in ((krea2, "recompute_norm"), (swiglu, "recompute_hidden")):
+        for module, name in ((krea2, "recompute_norm"), (swiglu, "recompute_gated_hidden")):
             patched = getattr(module, name)
 
             def counted(*args: Any, again: Any = patched, name: str = name) -> torch.Tensor:
@@ -111,7 +111,7 @@ class TestKrea2(Contract):
 
             monkeypatch.setattr(module, name, counted)
         self.run(model)
-        assert sorted(outputs) == ["recompute_hidden"] * 4 + ["recompute_norm"] * 5
+        assert sorted(outputs) == ["recompute_gated_hidden"] * 4 + ["recompute_norm"] * 5
 
     def test_padding_in_the_middle_is_left_out(self) -> None:
         """Values of padding tokens change nothing, with fused processors as with stock ones."""

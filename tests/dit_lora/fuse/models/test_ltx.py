@@ -87,9 +87,9 @@ def test_a_chosen_backend_and_context_parallelism_reach_the_stock_processor() ->
     fuse(model, {"qk_norm_rope": "on", "ada_norm": "on"}, check=False)
     processor = model.transformer_blocks[0].attn1.processor
     assert processor is not stock
-    assert not processor.should_use_stock
+    assert not processor.should_use_stock_processor
     model.set_attention_backend("native")
     assert stock._attention_backend == processor._attention_backend == "native"
     processor._parallel_config = object()
     assert stock._parallel_config is processor._parallel_config
-    assert processor.should_use_stock
+    assert processor.should_use_stock_processor

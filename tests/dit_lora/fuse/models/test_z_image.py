@@ -83,7 +83,7 @@ class TestZImage(Contract):
     def test_norms_and_hidden_values_are_computed_again_for_adapters(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Each block's once: what saves them by another name or shape would keep them."""
         model, outputs = fuse_all(self.build()), []
-        for module, name in ((z_image, "recompute_norm"), (swiglu, "recompute_hidden")):
+        for module, name in ((z_image, "recompute_norm"), (swiglu, "recompute_gated_hidden")):
             patched = getattr(module, name)
 
             def counted(*args: Any, again: Any = patched, name: str = name) -> torch.Tensor:
@@ -92,7 +92,7 @@ class TestZImage(Contract):
 
             monkeypatch.setattr(module, name, counted)
         self.run(model)
-        assert sorted(outputs) == ["recompute_hidden"] * 3 + ["recompute_norm"] * 3
+        assert sorted(outputs) == ["recompute_gated_hidden"] * 3 + ["recompute_norm"] * 3
 
     def test_tables_are_made_once_for_each_sequence_and_kept_no_longer(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """One table each for images, captions and both, for every number of blocks."""

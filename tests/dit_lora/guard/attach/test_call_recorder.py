@@ -11,11 +11,11 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import nn
 
 from dit_lora.guard.attach.calls import call_log
-from dit_lora.guard.attach.calls.call_batch import CallBatch
+from dit_lora.guard.attach.calls.call_batch import RecordedCallMicroBatch
 from dit_lora.guard.attach.calls.call_log import CallLog
-from dit_lora.guard.attach.calls.call_recorder import Recorder
+from dit_lora.guard.attach.calls.call_recorder import ModelCallRecorder
 from dit_lora.guard.attach.calls.captured_call import CapturedCall, find_main_outputs
-from dit_lora.guard.attach.interception import Interceptions
+from dit_lora.guard.attach.interception import MethodInterceptions
 from dit_lora.guard.attach.samples.loaded_batches import LoadedBatches
 from dit_lora.guard.diagnose import diagnose
 from dit_lora.guard.diagnosis import DiagnosisContext
@@ -67,22 +67,22 @@ class RecordedModel:
     def __init__(self, model: nn.Module, generator: torch.Generator | None = None) -> None:
         self.log = CallLog(LoadedBatches())
         self.log.generator = generator
-        self.recorder = Recorder(model, self.log)
-        self._interceptions = Interceptions()
-        self._interceptions.intercept_method(model, "__call__", self.recorder.handle)
+        self.recorder = ModelCallRecorder(model, self.log)
+        self._interceptions = MethodInterceptions()
+        self._interceptions.intercept_method(model, "__call__", self.recorder.run_and_record_call)
 
     @property
     def calls(self) -> list[CapturedCall]:
         return self.log.calls
 
     def stop(self) -> None:
-        self._interceptions.undo()
+        self._interceptions.restore_originals()
 
 
 def single_row(call: CapturedCall, row: int) -> CapturedCall:
-    cutter = call.make_cutter()
+    cutter = call.get_sample_extractor()
     assert cutter is not None
-    return call.select_row(row, cutter)
+    return call.select_sample_row(row, cutter)
 
 
 def gradients(model: nn.Module) -> Gradients:
@@ -108,7 +108,7 @@ def assert_same_bits(ours: Gradients, theirs: Gradients) -> None:
 
 
 def replayed(call: CapturedCall, model: nn.Module) -> Gradients:
-    call.replay(model).losses.sum().backward()
+    call.compute_replay_losses(model).losses.sum().backward()
     return gradients(model)
 
 
@@ -156,7 +156,7 @@ def test_positional_and_keyword_inputs_are_kept_with_their_names() -> None:
     assert torch.equal(gradient, torch.arange(18.0).view(3, 6))
     assert not any(tensor.requires_grad for tensor in tensors.values())
     assert call.kwargs["scale"] == 0.7
-    assert call.replay(model).timesteps.tolist() == [999, 0, 37]
+    assert call.compute_replay_losses(model).timesteps.tolist() == [999, 0, 37]
 
 
 def test_a_model_without_a_timestep_has_none() -> None:
@@ -174,7 +174,7 @@ def test_samples_have_the_loops_names_or_the_numbers_of_their_rows() -> None:
     recorded.log.sample_names = ()
     outputs.append(model(inputs()[0][:2]))
     named_call, numbered_call = recorded.calls
-    batch = CallBatch.from_call(named_call, model, step=8, micro_step=1, rank=2)
+    batch = RecordedCallMicroBatch.from_call(named_call, model, step=8, micro_step=1, rank=2)
     assert batch.ids == ("cat.mp4", "dog.mp4", "hen.mp4")
     assert (batch.step, batch.micro_step, batch.rank) == (8, 1, 2)
     single = batch.select_sample(1)
@@ -208,8 +208,8 @@ def test_a_single_samples_gradients_are_those_of_its_row(index: int) -> None:
     output.backward(gradient[row])
     expected = gradients(model)
     assert_same_bits(replayed(single, model), expected)
-    losses = call.replay(model).losses
-    assert single.replay(model).losses.item() == pytest.approx(losses[index].item(), rel=1e-5)
+    losses = call.compute_replay_losses(model).losses
+    assert single.compute_replay_losses(model).losses.item() == pytest.approx(losses[index].item(), rel=1e-5)
     assert single.num_samples == 1
     assert single.collect_row_tensors()["argument 0"].shape == (1, 6)
 
@@ -294,7 +294,7 @@ def test_a_replay_leaves_the_loops_own_generator_where_the_loop_has_it() -> None
     torch.randn(9, generator=generator)
     state = generator.get_state()
     recorded.stop()
-    replay_micro_batch(CallBatch.from_call(recorded.calls[0], model, step=1, micro_step=0, rank=0), model)
+    replay_micro_batch(RecordedCallMicroBatch.from_call(recorded.calls[0], model, step=1, micro_step=0, rank=0), model)
     assert torch.equal(generator.get_state(), state)
 
 
@@ -338,8 +338,8 @@ def test_a_list_of_samples_has_a_gradient_for_each_of_them() -> None:
     assert [None if g is None else float(g.mean()) for g in call.output_gradients] == [1, None, 3]
     single = single_row(call, 2)
     assert is_same(single.args[0], call.args[0][2])
-    assert call.replay(model).losses.shape == (3,)
-    call.replay(model).losses[[0, 2]].sum().backward()
+    assert call.compute_replay_losses(model).losses.shape == (3,)
+    call.compute_replay_losses(model).losses[[0, 2]].sum().backward()
     assert_same_bits(gradients(model), original)
 
 
@@ -377,9 +377,9 @@ def test_an_argument_that_was_overwritten_since_is_seen() -> None:
     recorded = RecordedModel(model)
     latents = inputs()[0]
     output = model(latents)
-    assert recorded.calls[0].is_intact
+    assert recorded.calls[0].has_unmodified_arguments
     latents[1, 2] = 0.0
-    assert not recorded.calls[0].is_intact
+    assert not recorded.calls[0].has_unmodified_arguments
     assert output.isfinite().all()
 
 
@@ -396,7 +396,7 @@ def test_calls_are_dropped_when_the_next_begins_after_a_step(is_closed: bool, nu
 
 def verdict_of(model: nn.Module, recorded: RecordedModel, *switches: Fallback) -> Any:
     recorded.stop()
-    batch = CallBatch.from_call(recorded.calls[0], model, step=5, micro_step=0, rank=0)
+    batch = RecordedCallMicroBatch.from_call(recorded.calls[0], model, step=5, micro_step=0, rank=0)
     return diagnose(batch, DiagnosisContext(model, switches), kind="non_finite_loss")
 
 
@@ -469,8 +469,8 @@ def test_an_index_that_no_table_has_is_named_with_its_sample() -> None:
     model = Net()
     recorded = RecordedModel(model)
     latents, keywords = inputs()
-    assert recorded.recorder.find_out_of_range() == []
+    assert recorded.recorder.find_out_of_range_ids() == []
     keywords["timestep"] = torch.tensor([999, 1000, 37])
     with pytest.raises(IndexError):
         model(latents, **keywords)
-    assert recorded.recorder.find_out_of_range() == ["row 1 of micro-batch 0: timestep has 1000, time has 0..999"]
+    assert recorded.recorder.find_out_of_range_ids() == ["row 1 of micro-batch 0: timestep has 1000, time has 0..999"]

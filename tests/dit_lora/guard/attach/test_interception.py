@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dit_lora.guard.attach.interception import Interceptions
+from dit_lora.guard.attach.interception import MethodInterceptions
 
 
 class Counted:
@@ -32,13 +32,13 @@ class Derived(Base):
 
 def test_a_method_is_intercepted_for_one_object_without_a_trace_on_it() -> None:
     watched, other_tensor, counter = Derived(), Derived(), Counted()
-    interceptions = Interceptions()
+    interceptions = MethodInterceptions()
     interceptions.intercept_method(watched, "step", counter.act)
     assert (watched.step(1), other_tensor.step(2)) == (2, 3)
     assert counter.calls == [((1,), {})]
     assert vars(watched) == {}
     assert "step" not in vars(Base) or vars(Base)["step"] is Base.step
-    interceptions.undo()
+    interceptions.restore_originals()
     assert "step" not in vars(Derived)
     assert watched.step(3) == 4
     assert len(counter.calls) == 1
@@ -57,12 +57,12 @@ def test_the_last_handler_is_the_outermost_and_each_is_removed_alone() -> None:
             return original(*args, **kwargs)
 
     watched, handlers = Base(), [Named("first"), Named("second")]
-    interception_list = [Interceptions(), Interceptions()]
+    interception_list = [MethodInterceptions(), MethodInterceptions()]
     for interceptions, handler in zip(interception_list, handlers, strict=True):
         interceptions.intercept_method(watched, "step", handler.act)
     watched.step(1)
     assert names == ["second", "first"]
-    interception_list[0].undo()
+    interception_list[0].restore_originals()
     names.clear()
     watched.step(1)
     assert names == ["second"]
@@ -70,7 +70,7 @@ def test_the_last_handler_is_the_outermost_and_each_is_removed_alone() -> None:
 
 def test_neither_the_object_nor_the_handlers_owner_is_kept() -> None:
     watched, counter = Derived(), Counted()
-    interceptions = Interceptions()
+    interceptions = MethodInterceptions()
     interceptions.intercept_method(watched, "step", counter.act)
     refs = [weakref.ref(watched), weakref.ref(counter)]
     del counter, interceptions
@@ -91,12 +91,12 @@ def test_an_attribute_of_the_object_keeps_its_marks() -> None:
 
     step.mark = True  # type: ignore[attr-defined]
     watched.step = step  # type: ignore[method-assign]
-    interceptions = Interceptions()
+    interceptions = MethodInterceptions()
     interceptions.intercept_method(watched, "step", counter.act)
     assert watched.step(2) == 20
     assert watched.step.mark  # type: ignore[attr-defined]
     assert len(counter.calls) == 1
-    interceptions.undo()
+    interceptions.restore_originals()
     assert watched.step is step
 
 
@@ -107,10 +107,10 @@ def test_a_function_is_restored_unless_somebody_has_replaced_it_since() -> None:
         return value
 
     vars(module)["save"] = save
-    first_interceptions, second, counter = Interceptions(), Interceptions(), Counted()
+    first_interceptions, second, counter = MethodInterceptions(), MethodInterceptions(), Counted()
     first_interceptions.intercept_function(module, "save", counter.act)
     assert module.save(1) == 1
-    first_interceptions.undo()
+    first_interceptions.restore_originals()
     assert module.save is save
     second.intercept_function(module, "save", counter.act)
     intercepted = module.save
@@ -119,19 +119,19 @@ def test_a_function_is_restored_unless_somebody_has_replaced_it_since() -> None:
         return -int(intercepted(value))
 
     vars(module)["save"] = theirs
-    second.undo()
+    second.restore_originals()
     assert module.save is theirs
     assert module.save(2) == -2
 
 
 def test_a_model_is_called_and_its_class_is_pickled_by_its_name() -> None:
     model, counter = nn.Linear(2, 2), Counted()
-    interceptions = Interceptions()
+    interceptions = MethodInterceptions()
     interceptions.intercept_method(model, "__call__", counter.act)
     x = torch.ones(1, 2)
     assert torch.equal(model(x), nn.functional.linear(x, model.weight, model.bias))
     assert len(counter.calls) == 1
     assert type(model) is nn.Linear
     assert nn.Linear.__qualname__ == "Linear"
-    interceptions.undo()
+    interceptions.restore_originals()
     assert "__call__" not in vars(nn.Linear)

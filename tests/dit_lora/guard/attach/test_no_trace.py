@@ -223,7 +223,7 @@ def test_a_step_that_the_loop_has_kept_as_a_bound_method_is_guarded_by_the_comma
             model(bad_batch(1) if number == 1 else batch(number)).square().mean().backward()
             take_step()
             assert same(everything([model], []), before) is (number == 1)
-        (guard,) = script_guard.guards
+        (guard,) = script_guard.active_guards
         assert [event["step"] for event in guard.events] == [2]
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from dit_lora.guard.attach.calls import call_recorder, outermost_calls
 from dit_lora.guard.attach.calls.call_log import CallLog
-from dit_lora.guard.attach.calls.call_recorder import Recorder
+from dit_lora.guard.attach.calls.call_recorder import ModelCallRecorder
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
 from dit_lora.guard.attach.calls.outermost_calls import OutermostCall, add_listener, remove_listener
 from dit_lora.guard.attach.samples.loaded_batches import LoadedBatches
@@ -78,12 +78,12 @@ def test_dynamo_compiles_the_module_and_not_its_listeners(monkeypatch: pytest.Mo
     assert torch.equal(loss, output.square().mean())
 
 
-class NotedRecorder(Recorder):
+class NotedRecorder(ModelCallRecorder):
     was_compiled = False
 
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedCall:
+    def record_call_start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedCall:
         self.was_compiled = torch.compiler.is_compiling()
-        return super().begin(args, kwargs)
+        return super().record_call_start(args, kwargs)
 
 
 def test_dynamo_does_not_compile_the_recording_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def test_dynamo_does_not_compile_the_recording_of_a_call(monkeypatch: pytest.Mon
 
     @torch.compile(backend="eager")
     def call_model(x: torch.Tensor) -> torch.Tensor:
-        return recorder.handle(model, x)
+        return recorder.run_and_record_call(model, x)
 
     output = call_model(inputs)
     torch._dynamo.reset()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dit_lora.guard.comparison.parity import Difference, find_first_difference, iter_differences
+from dit_lora.guard.comparison.parity import KernelDifference, find_first_difference, iter_differences
 from dit_lora.guard.fallbacks import Fallback
 
 
@@ -35,13 +35,13 @@ def test_parts_are_asked_where_the_whole_differs(wrong: tuple[str, ...], asked: 
         switch("all", runs),
     ]
 
-    def compare(one: Fallback, others: Sequence[Fallback]) -> Difference | None:
+    def compare(one: Fallback, others: Sequence[Fallback]) -> KernelDifference | None:
         calls.append(one.name)
         expected = {"other", *parts} if one.parent else {"other", "all"}
         assert {switch.name for switch in others} == expected - {one.name}
         part_names = {*parts, "glue"} if one.name == "all" else {one.name}
         is_wrong = any(name in part_names and name not in runs for name in wrong)
-        return Difference(one.name, "block", 1.0) if is_wrong else None
+        return KernelDifference(one.name, "block", 1.0) if is_wrong else None
 
     for name_found, difference in iter_differences(switches, compare):
         assert difference.fallback == name_found.name

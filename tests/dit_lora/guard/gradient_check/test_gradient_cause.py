@@ -11,12 +11,12 @@ from torch import nn
 from dit_lora.guard.diagnosis import DiagnosisContext
 from dit_lora.guard.fallbacks import CHECKPOINTING, COMPILE, Fallback
 from dit_lora.guard.gradient_check.cause import (
-    CauseFinding,
     ReplayableStep,
+    WrongGradientCause,
     compute_loss_terms,
     find_gradient_cause,
-    fit_weights,
-    sample_gradient,
+    fit_micro_batch_weights,
+    sample_gradient_elements,
 )
 from dit_lora.guard.gradient_check.check import check_gradient
 from dit_lora.guard.replay import MicroBatch
@@ -84,7 +84,7 @@ def run_backward(step: ReplayableStep, weights: Sequence[float], batches: Sequen
 
 def find_cause(
     step: ReplayableStep, fallbacks: Sequence[Fallback] = (), extra: Sequence[Fallback] = ()
-) -> CauseFinding:
+) -> WrongGradientCause:
     gradients = [None if p.grad is None else p.grad.clone() for p in step.parameters.values()]
     report = check_gradient(step.compute_terms, step.parameters)
     assert report.result == "differs"
@@ -174,16 +174,16 @@ def test_the_gradient_of_the_step_before_is_stale(weights: tuple[float, float]) 
 def test_weights_are_not_fitted_to_parallel_or_foreign_gradients() -> None:
     generator = torch.Generator().manual_seed(0)
     first, second, other = torch.randn(3, 500, generator=generator, dtype=torch.float64)
-    assert fit_weights(2 * first - second, [first, second]) == pytest.approx([2, -1])
-    assert fit_weights(first, [first, first + 1e-3 * second]) is None
-    assert fit_weights(first + other, [first, second]) is None
-    assert fit_weights(torch.zeros(500, dtype=torch.float64), [first]) is None
+    assert fit_micro_batch_weights(2 * first - second, [first, second]) == pytest.approx([2, -1])
+    assert fit_micro_batch_weights(first, [first, first + 1e-3 * second]) is None
+    assert fit_micro_batch_weights(first + other, [first, second]) is None
+    assert fit_micro_batch_weights(torch.zeros(500, dtype=torch.float64), [first]) is None
 
 
 def test_sampled_gradients_take_missing_ones_as_zero() -> None:
     missing, present = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
     present.grad = torch.tensor([4.0, 5.0])
-    assert sample_gradient([missing, present]).tolist() == [0, 0, 0, 4, 5]
+    assert sample_gradient_elements([missing, present]).tolist() == [0, 0, 0, 4, 5]
 
 
 def test_terms_sum_to_the_mean_over_micro_batches() -> None:

@@ -28,8 +28,8 @@ from dit_lora.guard.gradient_check.slopes import (
     SlopeComparison,
     SlopeEstimate,
     compare_slopes,
-    divide,
-    judge_estimates,
+    conclude_from_estimates,
+    divide_or_infinity,
 )
 from dit_lora.numerics.stop_gradient import stop_gradient
 
@@ -148,7 +148,7 @@ def test_a_bend_within_a_thousandth_of_a_step_is_no_fault(
 ) -> None:
     """Attention of ReLUs has such bends; what differs before it looks as closely is not reported."""
     # Bends of other elements look like noise, so that the first confirmation does not look closely.
-    monkeypatch.setattr(slopes, "_persists", lambda *_args: True)
+    monkeypatch.setattr(slopes, "_persists_at_small_step", lambda *_args: True)
     weight = torch.full((6,), 0.5, dtype=torch.float64, requires_grad=True)
     start = weight.detach().clone()
     inputs = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -175,7 +175,7 @@ def test_steps_that_products_in_tf32_would_hide_are_not_taken(monkeypatch: pytes
     step = small_step(torch.float32)
     step.scale_gradients(2)
     in_fp32 = step.check()
-    monkeypatch.setattr(check, "persists_down_to_rounding", None)
+    monkeypatch.setattr(check, "persists_at_smallest_step", None)
     for module in (check, slopes):
         monkeypatch.setattr(module, "may_use_tf32", lambda _parameters: True)
     in_tf32 = step.check()
@@ -246,7 +246,7 @@ def test_a_smaller_step_must_confirm_a_difference(sizes: list[float], difference
     # The first is the best that differs if it is the only size below the second.
     noises = [1e-4, 1e-4] if sizes[0] == 1.0 else [1e-4, 4e-4]
     estimates = [make_estimate(*values) for values in zip(sizes, differences, noises, strict=True)]
-    assert judge_estimates(estimates, TOLERANCES[torch.float32]) == result
+    assert conclude_from_estimates(estimates, TOLERANCES[torch.float32]) == result
 
 
 def test_a_check_that_cannot_tell_gives_the_comparison_that_could_not() -> None:
@@ -268,7 +268,7 @@ def test_large_tensors_are_moved_in_parts_and_copied_once(monkeypatch: pytest.Mo
         weight.grad = torch.randn(weight.shape)
     for direction in (TensorwiseGradientDirection(weights), RandomDirection.from_parameters(weights, 0)):
         with displace_weights(direction, 0.01, torch.float32) as displacement:
-            predicted = displacement.move_to(2)
+            predicted = displacement.move_weights_to_position(2)
             moved = {name: weight - originals[name] for name, weight in weights.items()}
             step_square = 0.0
             for name, weight in weights.items():
@@ -399,8 +399,8 @@ def test_the_budget_of_evaluations_is_kept() -> None:
 
 
 def test_division_by_zero_keeps_the_sign() -> None:
-    assert divide(-1, 0) == -float("inf")
-    assert divide(0, 0) != divide(0, 0)
+    assert divide_or_infinity(-1, 0) == -float("inf")
+    assert divide_or_infinity(0, 0) != divide_or_infinity(0, 0)
 
 
 def test_only_the_magnitudes_of_dora_layers_are_checked() -> None:

@@ -12,10 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dit_lora.guard.diagnosis import DiagnosisContext
 from dit_lora.guard.gradient_check import cause
-from dit_lora.guard.gradient_check.cause import CauseFinding, ReplayableStep, compare_ranks, find_gradient_cause
+from dit_lora.guard.gradient_check.cause import (
+    ReplayableStep,
+    WrongGradientCause,
+    check_ranks_are_equal,
+    find_gradient_cause,
+)
 from dit_lora.guard.gradient_check.check import GradientReport, check_gradient
 from dit_lora.guard.gradient_check.low_precision import check_step_gradient
-from dit_lora.guard.gradient_check.ranks import GradientCheckError, gather_or_raise, run_together
+from dit_lora.guard.gradient_check.ranks import GradientCheckError, gather_or_raise, run_or_raise_on_all_ranks
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.objectives import LossOutput
 
@@ -66,17 +71,17 @@ class RankedStep:
     def _compute_loss(self, batch: MicroBatch) -> torch.Tensor:
         return (self.ddp(batch.tensors["x"]) - batch.tensors["y"]).square().mean() / 2
 
-    def examine(self) -> tuple[GradientReport, CauseFinding]:
-        unequal = compare_ranks(self.step)
+    def examine(self) -> tuple[GradientReport, WrongGradientCause]:
+        unequal = check_ranks_are_equal(self.step)
         if unequal is not None:
             return unequal
         report = check_gradient(self.step.compute_terms, self.step.parameters)
         if report.result != "differs":
-            return report, CauseFinding("unknown", "")
+            return report, WrongGradientCause("unknown", "")
         return report, find_gradient_cause(self.step, report, DiagnosisContext(self.model))
 
 
-Rank = tuple[dict[str, tuple[GradientReport, CauseFinding]], list[str], list[GradientReport]]
+Rank = tuple[dict[str, tuple[GradientReport, WrongGradientCause]], list[str], list[GradientReport]]
 """Results of checks, errors, and reports of steps in 16 bits."""
 
 
@@ -87,7 +92,7 @@ def run_rank() -> Rank:
     return examine_steps(rank), fail_on_one_rank(rank), check_in_16_bits(rank)
 
 
-def examine_steps(rank: int) -> dict[str, tuple[GradientReport, CauseFinding]]:
+def examine_steps(rank: int) -> dict[str, tuple[GradientReport, WrongGradientCause]]:
     ranked = RankedStep(rank)
     results = {}
 
@@ -95,7 +100,7 @@ def examine_steps(rank: int) -> dict[str, tuple[GradientReport, CauseFinding]]:
         change()
         gradients = [p.grad for p in ranked.step.parameters.values()]
         copies = [g.clone() for g in gradients if g is not None]
-        results[name] = run_together(ranked.examine)
+        results[name] = run_or_raise_on_all_ranks(ranked.examine)
         assert all(p.grad is g for p, g in zip(ranked.step.parameters.values(), gradients, strict=True))
         assert all(g is not None and torch.equal(g, c) for g, c in zip(gradients, copies, strict=True))
 
@@ -125,10 +130,10 @@ def check_in_16_bits(rank: int) -> list[GradientReport]:
     ranked = RankedStep(rank)
     ranked.run_backward()
     step = replace(ranked.step, dtype=torch.bfloat16)
-    reports = [run_together(lambda: check_step_gradient(step))]
+    reports = [run_or_raise_on_all_ranks(lambda: check_step_gradient(step))]
     error = RuntimeError("no memory left") if rank == 1 else None
     with patch.object(cause, "convert_to_fp32", side_effect=error, wraps=cause.convert_to_fp32):
-        reports.append(run_together(lambda: check_step_gradient(step)))
+        reports.append(run_or_raise_on_all_ranks(lambda: check_step_gradient(step)))
     return reports
 
 
@@ -158,7 +163,7 @@ def fail_on_one_rank(rank: int) -> list[str]:
     errors = []
     for run in (exchange, fail_outside, fail_at_the_end, decide_otherwise):
         try:
-            run_together(run)
+            run_or_raise_on_all_ranks(run)
         except GradientCheckError as error:
             errors.append(str(error))
     return errors
@@ -209,6 +214,6 @@ def test_one_process_contains_errors_and_no_interrupt() -> None:
         raise error
 
     with pytest.raises(GradientCheckError, match="TypeError: no number"):
-        run_together(lambda: fail(TypeError("no number")))
+        run_or_raise_on_all_ranks(lambda: fail(TypeError("no number")))
     with pytest.raises(KeyboardInterrupt):
-        run_together(lambda: fail(KeyboardInterrupt()))
+        run_or_raise_on_all_ranks(lambda: fail(KeyboardInterrupt()))

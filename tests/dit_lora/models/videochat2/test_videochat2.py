@@ -18,7 +18,7 @@ from videochat2_reference import (
 from dit_lora.errors import DitLoraError
 from dit_lora.models.videochat2.configuration import VideoChat2Config
 from dit_lora.models.videochat2.modeling import VideoChat2ForConditionalGeneration
-from dit_lora.models.videochat2.vision import position_table
+from dit_lora.models.videochat2.vision import build_position_table
 
 # fp32 against fp64, logits of about 1.4; every mutant is off by more than 1e-3
 TOLERANCE = 1e-5
@@ -174,7 +174,7 @@ def test_legacy_is_the_eps_of_every_norm_outside_the_vision_blocks(legacy: bool,
 
 @pytest.mark.parametrize(("frames", "pretrained"), [(1, 1), (4, 4), (8, 4), (3, 2), (2, 5)])
 def test_position_table_is_the_pretrained_one_stretched_in_time(frames: int, pretrained: int) -> None:
-    table = position_table(20, 3, frames, pretrained, torch.device("cpu"))
+    table = build_position_table(20, 3, frames, pretrained, torch.device("cpu"))
     expected = positions(frames, pretrained, 9, 20).flatten(0, 1)
     assert table.dtype == torch.float32
     torch.testing.assert_close(table.double(), expected, atol=1e-7, rtol=0)
@@ -184,10 +184,10 @@ def test_position_table_is_the_pretrained_one_stretched_in_time(frames: int, pre
 def test_position_table_of_another_size_is_the_pretrained_one_resized(side: int, frames: int) -> None:
     device = torch.device("cpu")
     pretrained = 1 if frames == 1 else 4
-    table = position_table(20, side, frames, pretrained, device, pretrained_side=14)
+    table = build_position_table(20, side, frames, pretrained, device, pretrained_side=14)
     expected = positions(frames, pretrained, side * side, 20, 14).flatten(0, 1)
     torch.testing.assert_close(table.double(), expected, atol=2e-6, rtol=0)
-    resized = position_table(20, side, frames, pretrained, device)
+    resized = build_position_table(20, side, frames, pretrained, device)
     assert torch.equal(resized, table) is (side == 14)
 
 

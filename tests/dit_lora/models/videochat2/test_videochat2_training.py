@@ -20,7 +20,7 @@ from dit_lora.models.videochat2.vision import (
     DropPath,
     VideoChat2VisionAttention,
     VideoChat2VisionBlock,
-    position_table,
+    build_position_table,
 )
 
 DROPOUT = {
@@ -84,7 +84,7 @@ def test_bf16_weights_leave_the_positions_fp32(tmp_path: Path) -> None:
     logits = model(**tiny_batch(model.config)).logits
     assert logits.dtype == torch.bfloat16
     assert torch.isfinite(logits).all()
-    table = position_table(20, 3, 3, 2, torch.device("cpu"), pretrained_side=14)
+    table = build_position_table(20, 3, 3, 2, torch.device("cpu"), pretrained_side=14)
     expected = (captured["patches"].float() + table).bfloat16()
     assert torch.equal(captured["tokens"], expected)
     assert not torch.equal(captured["patches"] + table.bfloat16(), expected)

@@ -27,7 +27,7 @@ from dit_lora.report.captions.page import (
     encode_address,
     write_captions_page,
 )
-from dit_lora.report.captions.rules import TextRules
+from dit_lora.report.captions.rules import CaptionRules
 
 PLAUSIBLE = [
     "/imagine a cat",
@@ -69,7 +69,7 @@ def test_the_page_shows_what_the_file_holds_and_an_unchanged_save_changes_no_byt
     by_name = {f"{number:02}.png": text for number, text in enumerate(PLAUSIBLE)}
     folder = write_folder(tmp_path / "my token=abcdefgh12345678", by_name)
     before = (folder / "metadata.jsonl").read_bytes()
-    edits = CaptionEdits(folder, TextRules())
+    edits = CaptionEdits(folder, CaptionRules())
     cards = read_cards(edits)
     assert {name: json.loads(card.caption_json) for name, card in cards.items()} == by_name
     for name, card in cards.items():
@@ -82,21 +82,21 @@ def test_the_page_shows_what_the_file_holds_and_an_unchanged_save_changes_no_byt
 @pytest.mark.parametrize("text", PLAUSIBLE)
 def test_a_changed_caption_is_written_as_it_is_typed(tmp_path: Path, text: str) -> None:
     folder = write_folder(tmp_path, {"a.png": "old"})
-    state = CaptionEdits(folder, TextRules()).save_caption("a.png", text, compute_caption_version("old"))
+    state = CaptionEdits(folder, CaptionRules()).save_caption("a.png", text, compute_caption_version("old"))
     assert state.caption == text
     assert CaptionTable.read(folder).captions["a.png"] == text
 
 
 def test_line_ends_of_windows_stay_in_an_edited_caption(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, {"a.png": "first\r\nsecond"})
-    edits, version = CaptionEdits(folder, TextRules()), compute_caption_version("first\r\nsecond")
+    edits, version = CaptionEdits(folder, CaptionRules()), compute_caption_version("first\r\nsecond")
     edits.save_caption("a.png", "first\nother", version)
     assert CaptionTable.read(folder).captions["a.png"] == "first\r\nother"
 
 
 def test_a_stale_edit_is_refused_with_what_is_there(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, {"a.png": "old", "b.png": "other"})
-    first_edits, second_edits = (CaptionEdits(folder, TextRules()) for _ in range(2))
+    first_edits, second_edits = (CaptionEdits(folder, CaptionRules()) for _ in range(2))
     version = read_cards(first_edits)["a.png"].version
     assert version == read_cards(second_edits)["a.png"].version
     first_edits.save_caption("a.png", "first", version)
@@ -119,11 +119,11 @@ EDITOR = """
 import sys
 from pathlib import Path
 from dit_lora.report.captions.page import compute_caption_version
-from dit_lora.report.captions.rules import TextRules
+from dit_lora.report.captions.rules import CaptionRules
 from dit_lora.report.captions.edits import CaptionEdits, StaleCaptionError
 
 folder, editor = Path(sys.argv[1]), sys.argv[2]
-edits = CaptionEdits(folder, TextRules())
+edits = CaptionEdits(folder, CaptionRules())
 current = {}
 for number in range(400):
     name = f"shared_{number % 8}.png"
@@ -149,7 +149,7 @@ def test_two_editors_and_a_caption_command_lose_none_of_a_thousand_writes(
     answerer = type("Answerer", (), {"model": None})
     monkeypatch.setattr(captions, "load_answerer", lambda *_, **__: answerer)
     monkeypatch.setattr(captions, "require_finite_logits", nullcontext)
-    monkeypatch.setattr(captions, "describe_file", lambda _, file, *__: f"made of {file.name}")
+    monkeypatch.setattr(captions, "generate_file_caption", lambda _, file, *__: f"made of {file.name}")
     num_written = 0
     for start in range(0, 200, 10):
         for number in range(start, start + 10):
@@ -162,7 +162,7 @@ def test_two_editors_and_a_caption_command_lose_none_of_a_thousand_writes(
     assert sorted(word for word in caption_words if word != "start") == sorted(
         f"{editor}{number}" for editor in "ab" for number in range(400)
     )
-    assert table.uncaptioned == []
+    assert table.uncaptioned_files == []
     assert len(table.captions) == 208
 
 
@@ -170,18 +170,18 @@ def test_names_that_are_not_utf8_are_shown_served_and_edited(tmp_path: Path) -> 
     undecodable_name = os.fsdecode(b"caf\xe9 100%25.png")
     folder = write_folder(tmp_path / "clips", {"a.png": "a"})
     (folder / undecodable_name).write_bytes(b"media")
-    edits = CaptionEdits(folder, TextRules())
+    edits = CaptionEdits(folder, CaptionRules())
     assert read_cards(edits)[undecodable_name].caption == ""
     assert edits.find_media(decode_address(encode_address(undecodable_name))) == folder / undecodable_name
     edits.save_caption(undecodable_name, "b", compute_caption_version(""))
     assert CaptionTable.read(folder).captions == {"a.png": "a", undecodable_name: "b"}
-    write_captions_page(folder / "captions.html", CaptionTable.read(folder), TextRules())
-    write_captions_page(tmp_path / "page.html", CaptionTable.read(folder), TextRules())
+    write_captions_page(folder / "captions.html", CaptionTable.read(folder), CaptionRules())
+    write_captions_page(tmp_path / "page.html", CaptionTable.read(folder), CaptionRules())
 
 
 def test_findings_that_are_kept_are_those_of_the_whole_audit(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, {f"{number}.png": "same sks" for number in range(4)})
-    rules = TextRules(trigger="sks")
+    rules = CaptionRules(trigger="sks")
     findings = CaptionFindings(rules)
     for change in (
         {},
@@ -201,7 +201,7 @@ def test_findings_that_are_kept_are_those_of_the_whole_audit(tmp_path: Path) -> 
 def test_a_request_lists_no_folder_that_has_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_folder(tmp_path, {"a.png": "a", "b.png": "b"})
     os.utime(folder, (1, 1))  # long ago
-    edits = CaptionEdits(folder, TextRules())
+    edits = CaptionEdits(folder, CaptionRules())
     read_cards(edits)
     with monkeypatch.context() as patch:
         patch.setattr(os, "scandir", None)
@@ -219,15 +219,15 @@ def test_a_request_lists_no_folder_that_has_not_changed(tmp_path: Path, monkeypa
 def test_sheets_of_many_files_come_before_the_first_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_folder(tmp_path / "clips", {"0.png": "same", "1.png": "same", "2.png": ""})
     other_folder = write_folder(tmp_path / "other", {"a.png": "a"})
-    may_check, check_all = Event(), CaptionEdits.check_all
+    may_check, check_all_captions = Event(), CaptionEdits.check_all_captions
 
     def wait_and_check(edits: CaptionEdits, table: CaptionTable) -> Any:
         assert may_check.wait(60)
-        return check_all(edits, table)
+        return check_all_captions(edits, table)
 
-    monkeypatch.setattr(CaptionEdits, "check_all", wait_and_check)
+    monkeypatch.setattr(CaptionEdits, "check_all_captions", wait_and_check)
     monkeypatch.setattr(caption_edits, "_MAX_AWAITED_FILES", 0)
-    edits, other = CaptionEdits(folder, TextRules()), CaptionEdits(other_folder, TextRules())
+    edits, other = CaptionEdits(folder, CaptionRules()), CaptionEdits(other_folder, CaptionRules())
     sheet = edits.build_sheet(SampleFilter(), 1)
     assert (sheet.is_checked, sheet.codes, [card.findings for card in sheet.cards]) == (False, [], [[], [], []])
     assert {key: sheet.facts[key] for key in ("total", "missing", "flagged")} == {
@@ -263,16 +263,16 @@ def test_txt_files_of_other_pages_are_read_after_the_first_sheet(
     # A .txt file without text, and none at all.
     (tmp_path / "3.txt").write_text("")
     (tmp_path / "4.png").write_bytes(b"media")
-    may_check, check_all = Event(), CaptionEdits.check_all
+    may_check, check_all_captions = Event(), CaptionEdits.check_all_captions
 
     def wait_and_check(edits: CaptionEdits, table: CaptionTable) -> Any:
         assert may_check.wait(60)
-        return check_all(edits, table)
+        return check_all_captions(edits, table)
 
-    monkeypatch.setattr(CaptionEdits, "check_all", wait_and_check)
+    monkeypatch.setattr(CaptionEdits, "check_all_captions", wait_and_check)
     monkeypatch.setattr(caption_edits, "_MAX_AWAITED_FILES", 0)
     monkeypatch.setattr("dit_lora.report.captions.sheet.CARDS_PER_PAGE", 2)
-    edits = CaptionEdits(tmp_path, TextRules())
+    edits = CaptionEdits(tmp_path, CaptionRules())
     opened = []
     for page_number, shown in ((1, ["first", "second"]), (2, ["third", ""])):
         with monkeypatch.context() as patch:
@@ -305,7 +305,7 @@ def test_missing_captions_are_counted_where_a_txt_file_belongs_to_no_sample(
     for name in ("0.png", "1.png", "notes.txt"):
         (tmp_path / name).write_bytes(b"media")
     monkeypatch.setattr(caption_edits, "_MAX_AWAITED_FILES", 0)
-    edits = CaptionEdits(tmp_path, TextRules())
+    edits = CaptionEdits(tmp_path, CaptionRules())
     while not (sheet := edits.build_sheet(SampleFilter(), 1)).is_checked:
         time.sleep(0.01)
     assert sheet.facts["missing"] == 2
@@ -320,21 +320,21 @@ def test_an_edit_before_the_first_check_keeps_the_captions_of_all_txt_files(
         (tmp_path / name).with_suffix(".txt").write_text(caption)
     monkeypatch.setattr(caption_edits, "_MAX_AWAITED_FILES", 0)
     monkeypatch.setattr("dit_lora.report.captions.sheet.CARDS_PER_PAGE", 2)
-    edits = CaptionEdits(tmp_path, TextRules())
+    edits = CaptionEdits(tmp_path, CaptionRules())
     edits.build_sheet(SampleFilter(), 1)
     edits.save_caption("0.png", "edited", compute_caption_version("caption 0"))
     assert CaptionTable.read(tmp_path).captions == captions | {"0.png": "edited"}
 
 
 def test_a_first_check_that_fails_is_reported_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    edits = CaptionEdits(write_folder(tmp_path / "clips", {"0.png": "same"}), TextRules())
+    edits = CaptionEdits(write_folder(tmp_path / "clips", {"0.png": "same"}), CaptionRules())
     monkeypatch.setattr(caption_edits, "_MAX_AWAITED_FILES", 0)
 
     def fail(*_: object) -> None:
         raise DitLoraError("this tokenizer fails")
 
     with monkeypatch.context() as patch:
-        patch.setattr(CaptionEdits, "check_all", fail)
+        patch.setattr(CaptionEdits, "check_all_captions", fail)
         with pytest.raises(DitLoraError, match="this tokenizer fails"):  # noqa: PT012 -- until the thread has ended
             while not edits.build_sheet(SampleFilter(), 1).is_checked:
                 time.sleep(0.01)

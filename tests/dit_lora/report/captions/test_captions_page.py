@@ -12,7 +12,7 @@ from PIL import Image
 from dit_lora.data.media.video import write_video
 from dit_lora.data.sources.caption_table import CaptionTable
 from dit_lora.report.captions.page import check_table_captions, write_captions_page
-from dit_lora.report.captions.rules import TextRules
+from dit_lora.report.captions.rules import CaptionRules
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_captions_are_judged_as_the_audit_does_and_by_the_trigger(folder: Path) -> None:
     table = CaptionTable.read(folder)
-    findings = check_table_captions(table, TextRules(trigger="sks"))
+    findings = check_table_captions(table, CaptionRules(trigger="sks"))
     codes = [[finding.code for finding in findings.get(name, [])] for name in table.media]
     assert codes == [
         ["caption_duplicate", "trigger_missing"],
@@ -31,13 +31,15 @@ def test_captions_are_judged_as_the_audit_does_and_by_the_trigger(folder: Path) 
         [],
         ["caption_missing"],
     ]
-    assert not {"trigger_missing"} & {f.code for fs in check_table_captions(table, TextRules()).values() for f in fs}
+    assert not {"trigger_missing"} & {
+        f.code for fs in check_table_captions(table, CaptionRules()).values() for f in fs
+    }
 
 
 def test_the_written_page_is_self_contained_and_escaped(folder: Path, tmp_path: Path) -> None:
     table = CaptionTable.read(folder)
     for page_path in (folder / "captions.html", tmp_path / "elsewhere" / "page.html"):
-        page = write_captions_page(page_path, table, TextRules()).read_text()
+        page = write_captions_page(page_path, table, CaptionRules()).read_text()
         assert "<script" not in page.lower().replace("&lt;script", "")
         assert "<img src=x" not in page
         assert page.count("data:image/jpeg;base64,") == 5

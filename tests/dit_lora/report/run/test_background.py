@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from dit_lora.report.run import background
-from dit_lora.report.run.background import Reporting
+from dit_lora.report.run.background import BackgroundReporter
 
 
 def test_a_page_of_a_run_that_goes_on_links_its_samples_and_the_last_one_holds_them(
     run_dir: Path,
 ) -> None:
     messages: list[str] = []
-    reporting = Reporting(run_dir, messages.append)
+    reporting = BackgroundReporter(run_dir, messages.append)
     reporting.update()
     reporting._wait_for_job()
     page = (run_dir / "report.html").read_text()
@@ -40,7 +40,7 @@ def test_training_waits_for_no_report_and_one_is_written_at_a_time(
         return run_dir / "report.html"
 
     monkeypatch.setattr(background, "write_run_page", write_run_page)
-    reporting = Reporting(run_dir, pytest.fail)
+    reporting = BackgroundReporter(run_dir, pytest.fail)
     for _ in range(3):
         reporting.update()  # returns although none is done
     assert has_begun.wait(100)
@@ -56,14 +56,14 @@ def test_an_error_of_any_kind_is_said_once_and_raised_never(run_dir: Path, monke
 
     monkeypatch.setattr(background, "write_run_page", write_run_page)
     messages: list[str] = []
-    reporting = Reporting(run_dir, messages.append)
+    reporting = BackgroundReporter(run_dir, messages.append)
     for _ in range(3):
         reporting.update()
         reporting._wait_for_job()
     assert messages == ["warning: cannot write the report: KeyError: 'loss'"]
     assert reporting.finish() is None
     assert len(messages) == 2  # of the last one again
-    other_reporting = Reporting(run_dir, messages.append, writes=False)  # another rank's
+    other_reporting = BackgroundReporter(run_dir, messages.append, writes=False)  # another rank's
     other_reporting.update()
     assert other_reporting.finish() is None
     assert len(messages) == 2

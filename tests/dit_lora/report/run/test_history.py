@@ -11,7 +11,7 @@ from report_runs import metrics_line, write_lines
 from dit_lora.report.charts import heat_map
 from dit_lora.report.charts.heat_map import ModuleHistory, build_heat_maps
 from dit_lora.report.run.files import RunReader
-from dit_lora.report.run.history import JsonLinesReader, Metrics
+from dit_lora.report.run.history import JsonLinesReader, MetricColumns
 
 
 def given(tail: JsonLinesReader) -> list[Any]:
@@ -98,11 +98,11 @@ def test_the_fingerprint_changes_with_every_file_that_is_shown(run_dir: Path) ->
     ],
 )
 def test_odd_lines_cost_no_more_than_themselves(line: dict[str, Any]) -> None:
-    metrics = Metrics()
+    metrics = MetricColumns()
     for text_line in (metrics_line(1), metrics_line(2), line, metrics_line(4)):
         metrics.add_line(text_line)
     assert metrics.steps[-1] == 4
-    assert metrics.get_column("loss")[-1] == 1.8
+    assert metrics.get_metric_column("loss")[-1] == 1.8
     assert all(len(column) == len(metrics.steps) for column in metrics.columns.values())
     assert len(metrics.columns) < 60
 
@@ -135,7 +135,7 @@ def test_many_steps_are_thinned_evenly_and_a_rollback_forgets(
     gaps = {b - a for a, b in zip(history.steps, history.steps[1:], strict=False)}
     assert len(gaps) == 1
     assert 4 <= len(history.steps) <= 8
-    history.drop_from(50)
+    history.drop_steps_from(50)
     assert history.steps[-1] < 50
     assert len(history.by_block) == len(history.by_layer) == len(history.steps)
 

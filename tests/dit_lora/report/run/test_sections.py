@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 from report_runs import HOSTILE, metrics_line, report, write_lines
 
-from dit_lora.config.catalog import find_packaged_files
+from dit_lora.config.catalog import find_packaged_files_root
 from dit_lora.config.load import dump_recipe, load_recipe
 from dit_lora.guard.diagnosis import Cause
 from dit_lora.report.run import files, words
@@ -163,18 +163,18 @@ def test_statistics_of_modules_become_heat_maps(run_dir: Path) -> None:
 
 def test_the_recipe_is_compared_with_the_shipped_one(run_dir: Path) -> None:
     recipe = load_recipe(
-        find_packaged_files() / "recipes" / "cogvideox" / "2b_t2v.yaml",
+        find_packaged_files_root() / "recipes" / "cogvideox" / "2b_t2v.yaml",
         ["lora.rank=77", "data.path=mine"],
     )
     (run_dir / "config.yaml").write_text(dump_recipe(recipe))
     page = report(run_dir).section("Recipe")
     assert "Changes from the shipped recipe cogvideox/2b_t2v" in page
-    shipped = load_recipe(find_packaged_files() / "recipes" / "cogvideox" / "2b_t2v.yaml").lora.rank
+    shipped = load_recipe(find_packaged_files_root() / "recipes" / "cogvideox" / "2b_t2v.yaml").lora.rank
     assert f"Key Shipped This run lora.rank {shipped} 77 All values" in page
 
 
 def test_the_recipes_own_file_is_compared_with_first_and_none_is_said() -> None:
-    config = load_recipe(find_packaged_files() / "recipes" / "smoke" / "cogvideox.yaml").model_dump(mode="json")
+    config = load_recipe(find_packaged_files_root() / "recipes" / "smoke" / "cogvideox.yaml").model_dump(mode="json")
     config["model"]["path"] = "elsewhere/mine"
     assert compare_with_shipped(config, None) is None
     for file in ("cogvideox.yaml", "smoke_cogvideox.yaml"):

@@ -9,7 +9,7 @@ import yaml
 from report_runs import HOSTILE, report, write_lines
 
 from dit_lora.report.run.files import RunReader
-from dit_lora.report.run.summary import RunSummary, build_summary, choose_target, describe_failed_steps
+from dit_lora.report.run.summary import RunSummary, build_summary, choose_run_path, describe_failed_steps
 
 
 def event(step: int, action: str, *samples: str, **diagnosis: Any) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def event(step: int, action: str, *samples: str, **diagnosis: Any) -> dict[str, 
 
 def summarize(folder: Path, steps: tuple[int, ...] = ()) -> RunSummary:
     run = RunReader(folder).read()
-    return build_summary(run, choose_target(run), steps)
+    return build_summary(run, choose_run_path(run), steps)
 
 
 def set_state(folder: Path, state: str) -> None:

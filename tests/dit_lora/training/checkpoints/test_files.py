@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from dit_lora.errors import DitLoraError
-from dit_lora.training.checkpoint_state import collect_state, restore_state
+from dit_lora.training.checkpoint_state import gather_training_state, load_training_state
 from dit_lora.training.checkpoints import files
 from dit_lora.training.checkpoints.files import (
     LoadedCheckpoint,
@@ -58,12 +58,12 @@ def save(run: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimize
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> SavedState:
-    return collect_state(Engine(Accelerator(cpu=True), model, optimizer))
+    return gather_training_state(Engine(Accelerator(cpu=True), model, optimizer))
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> LoadedCheckpoint:
     loaded = load_checkpoint(path, IDENTITY)
-    restore_state(loaded, Engine(Accelerator(cpu=True), model, optimizer))
+    load_training_state(loaded, Engine(Accelerator(cpu=True), model, optimizer))
     return loaded
 
 

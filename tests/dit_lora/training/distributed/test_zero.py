@@ -24,9 +24,9 @@ from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import RandomStreams
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.distributed.zero import Zero2
-from dit_lora.training.loop import Loop, train
-from dit_lora.training.optim.build import Schedule, build_optimizer
-from dit_lora.training.recovery.monitoring import StepWatcher
+from dit_lora.training.loop import TrainingLoopComponents, train
+from dit_lora.training.optim.build import LearningRateSchedule, build_optimizer
+from dit_lora.training.recovery.monitoring import StepMonitor
 from dit_lora.training.recovery.run_recovery import RunFailure
 from dit_lora.training.step import StepResult
 
@@ -126,15 +126,15 @@ class Training:
             self.results.append(result)
             self.states[result.step] = copied(self.engine.local_state_dict())
 
-        loop = Loop(
+        loop = TrainingLoopComponents(
             engine=self.engine,
             loss_function=self.spoiled if spoiled else self.losses,
-            schedule=Schedule(OPTIM, STEPS),
+            schedule=LearningRateSchedule(OPTIM, STEPS),
             optim=OPTIM,
             accumulate=self.accelerator.gradient_accumulation_steps,
             seed=7,
             recovery=self.recorder,
-            watcher=StepWatcher(Snapshots(self.engine.local_state_dict, interval_steps=10)),
+            watcher=StepMonitor(Snapshots(self.engine.local_state_dict, interval_steps=10)),
             callbacks=Callbacks(self.given, note),
         )
         train(loop, start_step=start, steps=steps)
@@ -174,14 +174,14 @@ def on_two(path: Path) -> dict[str, Any]:
     rewound = Training(path, accelerator, zero=True)
     engine = rewound.engine
     snapshots = Snapshots(engine.local_state_dict, interval_steps=1, write_back=engine.load_scalar_state)
-    snapshots.take(0)
+    snapshots.take_snapshot(0)
     rewound.take(0, HALF)
-    snapshots.take(HALF)
+    snapshots.take_snapshot(HALF)
     rewound.take(HALF, STEPS)
-    engine.drop_optimizer_state(snapshots.restore(HALF))
+    engine.drop_optimizer_state(snapshots.restore_snapshot(HALF))
     rolled_back = equal(copied(engine.local_state_dict()), rewound.states[HALF])
     rolled_back &= equal(rewound.take(HALF, STEPS).states[STEPS], last_state)
-    engine.drop_optimizer_state(snapshots.restore(0))  # its moments were born since
+    engine.drop_optimizer_state(snapshots.restore_snapshot(0))  # its moments were born since
     rolled_back &= equal(rewound.take(0, STEPS).states[STEPS], last_state)
     return {
         "held": {name: tensor.numel() for name, tensor in last_state.items() if name.endswith("/exp_avg")},

@@ -16,8 +16,8 @@ from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.ranks import gather_object
 from dit_lora.training.distributed.zero import Zero2
-from dit_lora.training.recovery.gradient_watch import GradientWatch
-from dit_lora.training.session.optional_work import OptionalWork
+from dit_lora.training.recovery.gradient_watch import PeriodicGradientCheck
+from dit_lora.training.session.optional_work import OptionalWorkRunner
 
 pytestmark = [
     pytest.mark.slow,
@@ -63,7 +63,7 @@ class ZeroRun:
             optimizer=self.engine.optimizer,
             transformer=self.model,
             dtype=torch.float32,
-            session=SimpleNamespace(optional_work=OptionalWork(lambda v: gather_object([v]), self.lines.append)),
+            session=SimpleNamespace(optional_work=OptionalWorkRunner(lambda v: gather_object([v]), self.lines.append)),
         )
         files = SimpleNamespace(
             say=self.lines.append,
@@ -73,7 +73,7 @@ class ZeroRun:
         state = SimpleNamespace(switched_off=[])
         context = DiagnosisContext(self.model)
         recovery: Any = SimpleNamespace(state=state, files=files, diagnosis_context=context)
-        self.watch = GradientWatch(setup, recovery, 0)
+        self.watch = PeriodicGradientCheck(setup, recovery, 0)
 
     def run_backward(self) -> torch.Tensor:
         self.engine.discard_gradients()
@@ -83,7 +83,7 @@ class ZeroRun:
         return losses.detach()
 
     def check(self, step: int, losses: torch.Tensor) -> None:
-        self.watch.check(step, [self.batch], [losses], None)
+        self.watch.check_gradient_if_due(step, [self.batch], [losses], None)
         assert all(parameter.grad is None for parameter in self.model.parameters())
 
 

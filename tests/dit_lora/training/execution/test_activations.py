@@ -28,7 +28,7 @@ from dit_lora.training.choose_checkpointing import (
     choose_checkpointing,
     count_free_bytes,
     count_unallocated_bytes,
-    select_most_saving,
+    select_least_memory_advice,
 )
 from dit_lora.training.execution.activation_checkpointing import (
     CHECKPOINTING_MODES,
@@ -288,10 +288,10 @@ def test_all_ranks_follow_the_one_that_must_save_most() -> None:
         CheckpointingAdvice("selective", "b", True),
     )
     full, short = CheckpointingAdvice("full", "c", True), CheckpointingAdvice("full", "d", False)
-    assert select_most_saving([none, none]) is none
-    assert select_most_saving([none, selective, none]) is selective
-    assert select_most_saving([full, selective, short]) is short
-    assert select_most_saving([short, selective, full]) is short
+    assert select_least_memory_advice([none, none]) is none
+    assert select_least_memory_advice([none, selective, none]) is selective
+    assert select_least_memory_advice([full, selective, short]) is short
+    assert select_least_memory_advice([short, selective, full]) is short
 
 
 def test_gradients_and_moments_are_counted_until_they_exist() -> None:

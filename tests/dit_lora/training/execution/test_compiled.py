@@ -32,8 +32,8 @@ from dit_lora.numerics.transformer_blocks import repeated_blocks
 from dit_lora.training.execution import compiled
 from dit_lora.training.execution.activation_checkpointing import set_checkpointing
 from dit_lora.training.execution.compiled import compile_blocks
-from dit_lora.training.execution.offload import Offload
-from dit_lora.training.tasks.chat.answerer import Answerer, SampledFrames
+from dit_lora.training.execution.offload import WeightOffloader
+from dit_lora.training.tasks.chat.answerer import ChatAnswerGenerator, SampledFrames
 
 
 class Traced:
@@ -95,7 +95,7 @@ def test_blocks_share_what_is_compiled_and_every_other_mode_uses_it_too(
     assert same(grads, expected)
     # The first block's input needs no gradient; the others are alike.
     assert (traced.graphs, traced.calls) == (2, 3)
-    Offload(step.transformer, torch.device("cpu"))
+    WeightOffloader(step.transformer, torch.device("cpu"))
     set_checkpointing(step.transformer, "full")
     repeated_grads = step.gradients()
     assert all(torch.equal(repeated_grads[name], grads[name]) for name in grads)
@@ -111,7 +111,7 @@ def test_blocks_share_what_is_compiled_and_every_other_mode_uses_it_too(
     assert (recorded, traced.graphs, traced.calls) == (["block"], 2, 12)
     handle.remove()
 
-    with disable_compile(step.transformer), Probe(step.transformer).observe() as trace:
+    with disable_compile(step.transformer), Probe(step.transformer).observe_model_ops() as trace:
         assert same(step.gradients(), expected)
     assert trace.origins == []
     with convert_to_fp32(step.transformer):
@@ -158,7 +158,7 @@ def test_a_chat_model_is_compiled_beneath_its_layers_checkpointing(
     assert all(isinstance(b, stock) for b, stock in zip(repeated_blocks(step.transformer), classes, strict=True))
     forward_only = traced.calls // 2
     set_checkpointing(step.transformer, "full")
-    Offload(step.transformer, CPU)
+    WeightOffloader(step.transformer, CPU)
     traced.calls = 0
     repeated_grads = step.gradients()
     assert all(torch.equal(repeated_grads[name], grads[name]) for name in grads)
@@ -170,7 +170,7 @@ def test_a_chat_model_is_compiled_beneath_its_layers_checkpointing(
         answer=lambda *_: str(step.transformer.generate(torch.tensor([[1, 5, 7]]), max_new_tokens=3)),
     )
     traced.calls = 0
-    Answerer(asked_to, step.transformer, CPU, torch.float32).generate_answer(SampledFrames("text"), ())
+    ChatAnswerGenerator(asked_to, step.transformer, CPU, torch.float32).generate_answer(SampledFrames("text"), ())
     with find_fallback(list_model_fallbacks(step.transformer), COMPILE).disable_temporarily():
         off = step.gradients()
     assert all(torch.equal(off[name], expected[name]) for name in expected)
@@ -274,13 +274,13 @@ def test_compilers_get_a_path_that_needs_no_quotes(tmp_path: Path, monkeypatch: 
     """What they write comes to the folder that was asked for; places whose own names need quotes are passed over."""
     (tmp_path / "a b").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "a b"))
-    assert compiled._make_plain_path(tmp_path / "cache" / "compile") == f"{tmp_path}/cache/compile"
+    assert compiled._make_path_without_quotes(tmp_path / "cache" / "compile") == f"{tmp_path}/cache/compile"
     for name in ("my cache", "it's", "Grüße", 'a"b', "$HOME"):
         folder = tmp_path / name / "compile"
-        plain = compiled._make_plain_path(folder)
+        plain = compiled._make_path_without_quotes(folder)
         assert shlex.quote(plain) == plain
         Path(plain, "kernel.so").touch()
         assert (folder / "kernel.so").exists()
     monkeypatch.setattr(compiled, "_FALLBACK_FOLDERS", ())
     with pytest.raises(DitLoraError, match=r"compilers do not accept the path .*my cache.*data\.cache"):
-        compiled._make_plain_path(tmp_path / "my cache")
+        compiled._make_path_without_quotes(tmp_path / "my cache")

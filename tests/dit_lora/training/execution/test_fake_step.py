@@ -45,7 +45,7 @@ def test_a_mask_with_values_says_how_many_places_there_are(marked: tuple[int, ..
         {"ids": ids},
     )
     with step.track_allocations() as live:
-        step.run(lambda model, batch: model(batch["ids"], batch["features"]).backward())
+        step.run_on_fake_weights(lambda model, batch: model(batch["ids"], batch["features"]).backward())
     gradients = {name: weight.grad for name, weight in step.weights.items()}
     assert {name: grad.shape for name, grad in gradients.items() if grad is not None} == {
         name: weight.shape for name, weight in step.weights.items()
@@ -78,7 +78,7 @@ def test_a_block_gets_no_real_mask_and_what_it_expands_is_counted() -> None:
     model, tokens = ExpandedMask(), 1 << 13
     step = FakeStep(model, {"x": ((1, tokens, tokens), torch.float32), "mask": ((1, tokens), torch.bool)})
     with step.track_allocations() as live:
-        step.run(lambda module, batch: module(batch["x"], batch["mask"]))
+        step.run_on_fake_weights(lambda module, batch: module(batch["x"], batch["mask"]))
     assert model.blocks[0].mask_type is FakeTensor
     # Two masks of all pairs and the output of four bytes each are there together.
     assert live.max_bytes >= 6 * tokens * tokens

@@ -28,7 +28,7 @@ from dit_lora.training.execution.activation_checkpointing import (
     set_block_caller,
     set_checkpointing,
 )
-from dit_lora.training.execution.offload import Offload, get_device_placement, offload_base
+from dit_lora.training.execution.offload import WeightOffloader, get_device_placement, offload_base
 
 LAYERS = 5
 Main = Callable[[list[str]], None]
@@ -62,9 +62,9 @@ class Elsewhere:
                 parameter.data.fill_(torch.nan)  # autograd may hold it too
                 parameter.data = torch.full_like(parameter, torch.nan)
 
-        monkeypatch.setattr(offload._FrozenGroup, "load", bring)
-        monkeypatch.setattr(offload._FrozenGroup, "offload", send_away)
-        self.offload = Offload(transformer, CPU, called_alone)
+        monkeypatch.setattr(offload._FrozenBlockWeights, "load_weights_to_device", bring)
+        monkeypatch.setattr(offload._FrozenBlockWeights, "release_device_weights", send_away)
+        self.offload = WeightOffloader(transformer, CPU, called_alone)
         self.home = {g: [p.data for p in g.parameters] for g in self.offload.groups.values()}
         for group in self.home:
             for parameter in group.parameters:
@@ -161,7 +161,7 @@ def test_a_pass_that_raises_leaves_everything_in_host_memory(
 ) -> None:
     step = deep(tiny_checkpoints)
     expected = step.gradients()
-    offloader = Offload(step.transformer, CPU)
+    offloader = WeightOffloader(step.transformer, CPU)
     host_addresses = {p: p.data_ptr() for group in offloader.groups.values() for p in group.parameters}
     block = repeated_blocks(step.transformer)[2]
 
@@ -191,7 +191,7 @@ def test_a_diagnosis_in_fp32_computes_every_block_in_fp32(
 ) -> None:
     """It puts other values in the weights' place, for a while."""
     step = deep(tiny_checkpoints, mixed="bf16")
-    offloader, recorded = Offload(step.transformer, CPU), []
+    offloader, recorded = WeightOffloader(step.transformer, CPU), []
     host_addresses = {p: p.data_ptr() for group in offloader.groups.values() for p in group.parameters}
     for block, group in offloader.groups.items():
         block.register_forward_pre_hook(
@@ -244,18 +244,18 @@ def test_a_model_with_nothing_to_offload_is_refused(
     tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(DitLoraError, match="Linear has no gradient checkpointing"):
-        Offload(nn.Linear(2, 2), CPU)
+        WeightOffloader(nn.Linear(2, 2), CPU)
     transformer = deep(tiny_checkpoints).transformer
     weight: Any = transformer.get_submodule("transformer_blocks.0.ff.net.2")
     original_weight = weight.weight
     weight.weight = nn.Parameter(original_weight.to(torch.int8), requires_grad=False)
     with pytest.raises(DitLoraError, match=r"weights of CogVideoX.* are quantised"):
-        Offload(transformer, CPU)
+        WeightOffloader(transformer, CPU)
     weight.weight = original_weight
     for block in repeated_blocks(transformer):
         block.requires_grad_()
     with pytest.raises(DitLoraError, match=r"no block of CogVideoX.* has frozen weights"):
-        Offload(transformer, CPU)
+        WeightOffloader(transformer, CPU)
 
 
 def test_a_launch_that_places_the_weights_itself_is_refused(
@@ -323,7 +323,7 @@ def test_a_step_on_cuda_holds_two_blocks_of_the_base(tiny_checkpoints: dict[str,
         step = tiny_step(tiny_checkpoints, "cogvideox-5b", scratch=wide_config)
         set_checkpointing(step.transformer, "full")
         if mode == "group":
-            offloader = Offload(step.transformer, gpu)
+            offloader = WeightOffloader(step.transformer, gpu)
         else:
             step.transformer.to(gpu)
         step.batch = {name: tensor.to(gpu) for name, tensor in step.batch.items()}

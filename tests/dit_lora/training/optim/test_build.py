@@ -12,7 +12,7 @@ from dit_lora.config.optim import GroupConfig, GroupsConfig, OptimConfig
 from dit_lora.config.optimizers import OPTIMIZERS
 from dit_lora.errors import DitLoraError
 from dit_lora.training.optim.build import (
-    Schedule,
+    LearningRateSchedule,
     apply_schedule,
     build_optimizer,
     clip_gradients,
@@ -44,7 +44,7 @@ def test_each_group_has_its_own_schedule() -> None:
         schedule="constant",
         warmup_steps=2,
     )
-    schedule = Schedule(optim, steps=4)
+    schedule = LearningRateSchedule(optim, steps=4)
     groups: list[dict] = [{"name": "adapter", "lr": 0}, {"name": "connector", "lr": 0}]
     assert apply_schedule(groups, schedule, 1) == {"adapter": 0.5, "connector": 10.0}
     assert apply_schedule(groups, schedule, 3) == {"adapter": 1.0, "connector": 5.0}
@@ -179,7 +179,7 @@ def test_groups_decay_and_step_at_their_own_rates() -> None:
         weight_decay=0.0,
     )
     optimizer = build_optimizer(groups, optim)
-    apply_schedule(optimizer.param_groups, Schedule(optim, 1), 1)
+    apply_schedule(optimizer.param_groups, LearningRateSchedule(optim, 1), 1)
     optimizer.step()
     assert groups[0]["params"][0].item() == pytest.approx(1 - 0.1, rel=1e-5)
     assert groups[1]["params"][0].item() == pytest.approx(1 - 0.01 * 0.5 + 0.01, rel=1e-5)

@@ -21,7 +21,7 @@ from dit_lora.guard.finite_gate import Gate, take_step_unless_bad
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.state_checks import find_bad_state
 from dit_lora.training.optim.build import (
-    Schedule,
+    LearningRateSchedule,
     apply_schedule,
     build_optimizer,
     clip_gradients,
@@ -86,7 +86,7 @@ class Training:
             for names in [members[group]]
         ]
         self.optimizer = build_optimizer(groups, self.optim)
-        self.schedule = Schedule(self.optim, 8)
+        self.schedule = LearningRateSchedule(self.optim, 8)
 
     def gradients(self, step: int) -> None:
         draws = torch.Generator().manual_seed(step)
@@ -170,17 +170,17 @@ def test_going_back_to_a_snapshot_takes_the_same_steps_again(name: str) -> None:
         max_snapshots=2,
         write_back=lambda restored: load_scalar_state(run.optimizer, restored),
     )
-    snapshots.take(0)
+    snapshots.take_snapshot(0)
     run.train(1, 3)
-    snapshots.take(3)
+    snapshots.take_snapshot(3)
     at_3 = run.everything()
     run.train(4, 6)
     at_6 = run.everything()
-    assert snapshots.restore(3) == []
+    assert snapshots.restore_snapshot(3) == []
     assert_same(without_rates(run.everything()), without_rates(at_3))
     run.train(4, 6)
     assert_same(run.everything(), at_6)
-    drop_optimizer_state(run.optimizer, snapshots.restore(0))
+    drop_optimizer_state(run.optimizer, snapshots.restore_snapshot(0))
     assert not run.optimizer.state
     run.train(1, 6)
     assert_same(run.everything(), at_6)

@@ -11,12 +11,16 @@ from dit_lora.errors import DitLoraError
 from dit_lora.guard.diagnosis import Event
 from dit_lora.guard.finite_gate import NonFiniteError
 from dit_lora.guard.gradient_check.check import GradientReport
-from dit_lora.training.check_budget import GRADIENT_CHECK_SHARE, count_paying_steps, estimate_gradient_evaluations
+from dit_lora.training.check_budget import (
+    GRADIENT_CHECK_SHARE,
+    count_steps_to_cover_check,
+    estimate_gradient_evaluations,
+)
 from dit_lora.training.distributed.context_parallel import ContextParallel
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.distributed.fsdp import ShardedEngine
 from dit_lora.training.distributed.zero import Zero2
-from dit_lora.training.recovery.gradient_watch import GradientWatch
+from dit_lora.training.recovery.gradient_watch import PeriodicGradientCheck
 
 FP32 = torch.float32
 
@@ -31,7 +35,7 @@ def make_watch(
     fp8: str = "off",
     adapter: str = "lora",
     on_nonfinite: tuple[str, ...] = ("fallback",),
-) -> GradientWatch:
+) -> PeriodicGradientCheck:
     setup: Any = SimpleNamespace(
         recipe=SimpleNamespace(
             guard=SimpleNamespace(gradient_every=gradient_every, on_nonfinite=on_nonfinite),
@@ -48,10 +52,10 @@ def make_watch(
         files=SimpleNamespace(say=lambda _line: None),
         engine=SimpleNamespace(local_state_dict=lambda: {"weight": torch.ones(2)}, load_scalar_state=None),
     )
-    return GradientWatch(setup, recovery, start_step)
+    return PeriodicGradientCheck(setup, recovery, start_step)
 
 
-def list_due_steps(watch: GradientWatch, num_evaluations: int = 22) -> list[int]:
+def list_due_steps(watch: PeriodicGradientCheck, num_evaluations: int = 22) -> list[int]:
     """The steps at which a run checks, if each check agrees and takes so many evaluations."""
     due = []
     for step in range(watch.start_step + 1, watch.setup.recipe.train.steps + 1):
@@ -83,10 +87,10 @@ def test_the_state_of_a_step_that_was_undone_is_not_kept() -> None:
     assert state is not None
     watch._record_sound_step(30, GradientReport("agrees", (), 22))
     assert state.step == 29
-    watch.restart(29)
+    watch.restart_after_step(29)
     assert state.find_finite_step() == 29
     # A rollback after a NaN, for example.
-    watch.restart(20)
+    watch.restart_after_step(20)
     assert state.find_finite_step() is None
     assert watch._last_sound_step == 20
     watch._record_sound_step(60, GradientReport("agrees", (), 22))
@@ -99,7 +103,7 @@ def test_a_run_that_cannot_save_still_says_why_it_stops() -> None:
         raise DitLoraError("cannot write checkpoints: No space left on device")
 
     watch = make_watch(30, on_nonfinite=("stop",))
-    files = SimpleNamespace(find_newest_saved_step=lambda: 0, save=fail)
+    files = SimpleNamespace(find_newest_saved_step=lambda: 0, save_run_checkpoint=fail)
     watch.recovery = cast(Any, SimpleNamespace(files=files, state_dict=dict))
     with pytest.raises(NonFiniteError) as stopped:
         watch._save_and_stop_run(
@@ -122,11 +126,11 @@ def test_automatic_checks_cost_their_share_at_most(num_evaluations: int) -> None
     first, *later = [num_evaluations / 3] * len(due)
     assert sum(later) <= GRADIENT_CHECK_SHARE * 4000
     assert first <= 50
-    assert [b - a for a, b in pairwise(due)] == [count_paying_steps(num_evaluations)] * len(later)
+    assert [b - a for a, b in pairwise(due)] == [count_steps_to_cover_check(num_evaluations)] * len(later)
 
 
 def test_a_run_that_is_too_short_for_an_automatic_check_says_so() -> None:
-    steps = count_paying_steps(estimate_gradient_evaluations(FP32))
+    steps = count_steps_to_cover_check(estimate_gradient_evaluations(FP32))
     short, long = make_watch("auto", steps=steps - 1), make_watch("auto", steps=steps)
     assert list_due_steps(short) == []
     assert short.skipped_reason is not None

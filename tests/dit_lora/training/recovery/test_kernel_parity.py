@@ -9,8 +9,8 @@ from torch import nn
 from dit_lora.config.recipe import GuardConfig
 from dit_lora.guard.comparison.block_parity import MIN_PASSES
 from dit_lora.training.recovery import kernel_parity
-from dit_lora.training.recovery.kernel_parity import ParityWatch
-from dit_lora.training.session.phases import Phases
+from dit_lora.training.recovery.kernel_parity import PeriodicKernelComparison
+from dit_lora.training.session.phases import PhaseTimer
 
 NUM_BLOCKS = 12
 
@@ -21,7 +21,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(NUM_BLOCKS))
 
 
-class Watch(ParityWatch):
+class Watch(PeriodicKernelComparison):
     """With two kernels in every block."""
 
     fallbacks: Any = (SimpleNamespace(parent=None), SimpleNamespace(parent=None), SimpleNamespace(parent="first"))
@@ -31,7 +31,7 @@ class Watch(ParityWatch):
 
 def make_watch(steps: int, **guard: Any) -> Watch:
     train = SimpleNamespace(steps=steps, batch_size=2, accumulate=1)
-    session = SimpleNamespace(phases=Phases())
+    session = SimpleNamespace(phases=PhaseTimer())
     recipe = SimpleNamespace(guard=GuardConfig(**guard), train=train)
     setup: Any = SimpleNamespace(recipe=recipe, session=session, transformer=Model())
     recovery: Any = SimpleNamespace(state=SimpleNamespace(passed=0, switched_off=[]))

@@ -18,7 +18,7 @@ from dit_lora.guard.spikes import SpikeDetector
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import RandomStreams
 from dit_lora.training.distributed import engine as engine_module
-from dit_lora.training.recovery.monitoring import StepWatcher
+from dit_lora.training.recovery.monitoring import StepMonitor
 from dit_lora.verify.output_fingerprint import SEED
 
 Main = Callable[[list[str]], None]
@@ -35,21 +35,21 @@ def line(norm: float, loss: float = 1.0) -> dict[str, Any]:
     return {"grad_norm_groups": {"adapter": norm}, "loss_by_timestep": {"0-249": loss}}
 
 
-def watcher(**parts: Any) -> StepWatcher:
-    return StepWatcher(Snapshots(lambda: {}, interval_steps=10), **parts)
+def watcher(**parts: Any) -> StepMonitor:
+    return StepMonitor(Snapshots(lambda: {}, interval_steps=10), **parts)
 
 
 def test_a_watcher_without_parts_does_nothing() -> None:
     idle_watcher = watcher()
-    with idle_watcher.watch_forward(50):
+    with idle_watcher.record_forward_outputs(50):
         pass
-    idle_watcher.collect_gradients(50)
+    idle_watcher.collect_gradient_statistics(50)
     idle_watcher.before_update(50)
     idle_watcher.after_update(50)
     assert idle_watcher.get_clip_bound("adapter") is None
     assert idle_watcher.collect_statistics(50) is None
     assert idle_watcher.find_hidden_infinities(50) == []
-    assert idle_watcher.observe(line(1.0)) == []
+    assert idle_watcher.find_metric_spikes(line(1.0)) == []
 
 
 def test_statistics_are_of_the_steps_that_are_due_and_of_no_other() -> None:
@@ -57,10 +57,10 @@ def test_statistics_are_of_the_steps_that_are_due_and_of_no_other() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     watched = watcher(monitor=Monitor(model, interval_steps=3))
     for step in (1, 2, 3, 4):
-        with watched.watch_forward(step):
+        with watched.record_forward_outputs(step):
             output = model(torch.ones(1, 2))
         output.sum().backward()
-        watched.collect_gradients(step)
+        watched.collect_gradient_statistics(step)
         watched.before_update(step)
         optimizer.step()
         watched.after_update(step)
@@ -85,8 +85,8 @@ def test_the_watcher_waits_for_a_snapshot_before_the_weights_change(
 def test_spikes_are_told_of_losses_by_timestep_and_of_norms_by_group() -> None:
     watched = watcher(spikes=SpikeDetector(window=20, threshold=5))
     watched.replace_history(line(1.0 + 0.01 * (k % 3), 2.0 + 0.01 * (k % 3)) for k in range(20))
-    assert watched.observe(line(1.0, 2.0)) == []
-    spikes = watched.observe(line(9.0, 8.0))
+    assert watched.find_metric_spikes(line(1.0, 2.0)) == []
+    spikes = watched.find_metric_spikes(line(9.0, 8.0))
     assert [spike.name for spike in spikes] == ["loss 0-249", "grad_norm adapter"]
     assert "grad_norm adapter 9 is" in spikes[1].message
 
@@ -97,7 +97,7 @@ def test_the_clip_is_the_detectors_limit_where_it_is_asked_for_and_known(adaptiv
     watched = watcher(spikes=detector, adaptive_clip=adaptive)
     assert watched.get_clip_bound("adapter") is None  # in the warm-up
     watched.replace_history(line(1.0 + 0.01 * (k % 3)) for k in range(20))
-    limit = detector.get_limit("grad_norm adapter")
+    limit = detector.get_spike_limit("grad_norm adapter")
     assert limit is not None
     assert 1.0 < limit < 1.2
     assert watched.get_clip_bound("adapter") == (limit if adaptive else None)
@@ -175,8 +175,8 @@ def test_the_adaptive_clip_is_the_smaller_of_the_recipes_and_the_limit(  # type:
     norms = [m["grad_norm"] for m in lines(run)]
     detector = SpikeDetector(window=20, threshold=10)
     for norm in norms[:24]:
-        detector.observe("adapter", norm)
-    limit = detector.get_limit("adapter")
+        detector.add_value_and_detect("adapter", norm)
+    limit = detector.get_spike_limit("adapter")
     assert limit is not None
     assert norms[24] > 1.0 > limit
     assert clipped[24] == pytest.approx(limit if smaller == "limit" else 0.01, rel=1e-3)

@@ -12,7 +12,7 @@ from verified import SMOKES, quick
 from dit_lora.config.recovery_settings import RecoveryConfig
 from dit_lora.guard.diagnosis import Diagnosis
 from dit_lora.guard.recovery import Action, Policy
-from dit_lora.training.ema import AverageBounds
+from dit_lora.training.ema import AverageMagnitudeBounds
 from dit_lora.training.recovery.rank_consistency import _find_minority_ranks, _find_outlier_rank
 
 
@@ -28,21 +28,21 @@ def test_one_of_three_is_outvoted_and_two_are_weighed_by_how_far_they_moved() ->
 def test_ranks_that_differ_again_at_one_step_are_no_learning_rate() -> None:
     policy = Policy(RecoveryConfig())
     diagnosis = Diagnosis("weights", "differs", step=4, rank=1, evidence={"ranks": [1]})
-    assert policy.choose(4, [diagnosis], []) == Action("rollback", should_lower_lr=False)
-    second_choice = policy.choose(4, [diagnosis], [])
+    assert policy.choose_and_count_action(4, [diagnosis], []) == Action("rollback", should_lower_lr=False)
+    second_choice = policy.choose_and_count_action(4, [diagnosis], [])
     assert (second_choice.kind, "continue without that machine" in second_choice.reason) == ("stop", True)
 
 
 def test_an_average_is_bounded_by_what_its_weight_has_been() -> None:
     """Wherever it is: no limit on values in general would show 5 where the weight stays below 0.1."""
-    bounds, weight = AverageBounds(), {"w": torch.tensor([0.1, -0.05]), "zero": torch.zeros(3)}
-    bounds.widen(weight, weight)
+    bounds, weight = AverageMagnitudeBounds(), {"w": torch.tensor([0.1, -0.05]), "zero": torch.zeros(3)}
+    bounds.widen_magnitude_bounds(weight, weight)
     now = {"w": torch.tensor([0.01, 0.0]), "zero": torch.zeros(3)}
-    assert bounds.find_exceeding(now, weight) == {}
+    assert bounds.find_averages_out_of_bounds(now, weight) == {}
     for bad in (5.0, -5.0, 1e30):
-        exceeded = bounds.find_exceeding(now, {"w": torch.tensor([0.1, bad]), "zero": torch.zeros(3)})
+        exceeded = bounds.find_averages_out_of_bounds(now, {"w": torch.tensor([0.1, bad]), "zero": torch.zeros(3)})
         assert exceeded == {"w": (pytest.approx(abs(bad)), pytest.approx(0.1))}
-    assert list(bounds.find_exceeding(now, {**now, "zero": torch.tensor([0.0, 0.0, 1e-3])})) == ["zero"]
+    assert list(bounds.find_averages_out_of_bounds(now, {**now, "zero": torch.tensor([0.0, 0.0, 1e-3])})) == ["zero"]
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ def test_a_bad_draw_leaves_its_sample_out_for_one_epoch_and_the_next_time_for_go
     micro = guarded.in_step(repeated_step).index(sample)
     guarded.fail_step(repeated_step, make_diagnosis("inputs", sample, micro_step=micro, evidence=evidence))
     assert [event["action"] for event in guarded.files.events] == ["skip", "quarantine"]
-    assert guarded.recovery.quarantine.is_left_out(sample, 5)
+    assert guarded.recovery.quarantine.is_copy_quarantined(sample, 5)
     assert [record.evidence["control_with_the_same_draws"] for record in guarded.recovery.quarantine.records] == [
         "healthy"
     ] * 2
@@ -114,7 +114,7 @@ def test_bad_weights_go_back_to_the_newest_snapshot_bit_for_bit(guarded: Guarded
     snapshots = guarded.recovery.snapshots
     for step in (2, 4):
         guarded.train(step - 1, step)
-        snapshots.take(step)
+        snapshots.take_snapshot(step)
     expected = guarded.copy()
     guarded.train(5, 5)
     guarded.model.weight.data[0, 0] = torch.nan
@@ -127,7 +127,7 @@ def test_bad_weights_go_back_to_the_newest_snapshot_bit_for_bit(guarded: Guarded
 def test_going_back_to_before_the_first_update_drops_what_adamw_made_since(
     guarded: Guarded,
 ) -> None:
-    guarded.recovery.snapshots.take(0)
+    guarded.recovery.snapshots.take_snapshot(0)
     expected = guarded.copy()
     guarded.train(1, 1)
     assert guarded.fail_step(2, make_diagnosis("optimizer")) == 0
@@ -140,7 +140,7 @@ def test_a_rollback_that_did_not_help_goes_further_back_and_lowers_the_rates(
 ) -> None:
     for step in (2, 4):
         guarded.train(step - 1, step)
-        guarded.recovery.snapshots.take(step)
+        guarded.recovery.snapshots.take_snapshot(step)
     assert guarded.fail_step(5, make_diagnosis("weights")) == 4
     assert guarded.fail_step(5, make_diagnosis("weights")) == 2
     assert guarded.recovery.state.lr_scale == 0.5
@@ -151,7 +151,7 @@ def test_a_rollback_that_did_not_help_goes_further_back_and_lowers_the_rates(
 
 def test_a_learning_rate_that_is_too_high_is_lowered_the_first_time(tmp_path: Path) -> None:
     guarded = Guarded(tmp_path, rollback_lr=0.25)
-    guarded.recovery.snapshots.take(0)
+    guarded.recovery.snapshots.take_snapshot(0)
     assert guarded.fail_step(2, make_diagnosis("learning_rate")) == 0
     assert guarded.fail_step(1, make_diagnosis("learning_rate")) == 0
     assert guarded.recovery.state.lr_scale == 0.0625
@@ -159,9 +159,9 @@ def test_a_learning_rate_that_is_too_high_is_lowered_the_first_time(tmp_path: Pa
 
 def test_a_snapshot_that_is_not_finite_is_passed_over(guarded: Guarded) -> None:
     snapshots = guarded.recovery.snapshots
-    snapshots.take(2)
+    snapshots.take_snapshot(2)
     guarded.model.bias.data[0] = torch.inf
-    snapshots.take(4)
+    snapshots.take_snapshot(4)
     assert guarded.fail_step(6, make_diagnosis("weights")) == 2
     assert torch.isfinite(guarded.model.bias).all()
     assert snapshots.steps == [2]
@@ -176,13 +176,13 @@ def test_a_snapshot_that_is_bad_on_another_rank_is_passed_over_here_too(
     other_answers: list[list[str]] = [["lora_A"], []]
     monkeypatch.setattr(recovery_module, "gather_object", gathered)
     for step in (2, 4):
-        guarded.recovery.snapshots.take(step)
+        guarded.recovery.snapshots.take_snapshot(step)
     assert guarded.fail_step(6, make_diagnosis("weights")) == 2
 
 
 def test_without_a_finite_snapshot_it_stops(guarded: Guarded) -> None:
     guarded.model.bias.data[0] = torch.nan
-    guarded.recovery.snapshots.take(2)
+    guarded.recovery.snapshots.take_snapshot(2)
     with pytest.raises(NonFiniteError, match="stopped: no finite snapshot is left"):
         guarded.fail_step(3, make_diagnosis("weights"))
 
@@ -190,7 +190,7 @@ def test_without_a_finite_snapshot_it_stops(guarded: Guarded) -> None:
 @pytest.mark.parametrize("action", ["retry", "quarantine", "rollback", "stop"])
 def test_an_event_has_the_contracts_keys_and_no_other(tmp_path: Path, action: str) -> None:
     guarded = Guarded(tmp_path, **({"on_nonfinite": ["stop"]} if action == "stop" else {}))
-    guarded.recovery.snapshots.take(0)
+    guarded.recovery.snapshots.take_snapshot(0)
     sample = guarded.in_step(2)[0]
     cause, samples = {"retry": ("transient", []), "rollback": ("weights", [])}.get(action, ("data", [sample]))
     try:
@@ -242,7 +242,7 @@ def test_bad_samples_of_two_ranks_are_left_out_together(guarded: Guarded, monkey
 def test_weights_outrank_samples_and_when_all_are_transient_one_diagnosis_is_kept(
     guarded: Guarded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guarded.recovery.snapshots.take(1)
+    guarded.recovery.snapshots.take_snapshot(1)
     joined_by(monkeypatch, make_diagnosis("weights", step=2, rank=1))
     assert guarded.fail_step(2, make_diagnosis("data", guarded.in_step(2)[0])) == 1
     assert {event["action"] for event in guarded.files.events} == {"rollback"}
@@ -256,7 +256,7 @@ def test_weights_outrank_samples_and_when_all_are_transient_one_diagnosis_is_kep
 def test_bad_weights_are_judged_as_they_are_and_no_micro_batch_is_blamed(
     guarded: Guarded, value: float, cause: str
 ) -> None:
-    guarded.recovery.snapshots.take(2)
+    guarded.recovery.snapshots.take_snapshot(2)
     guarded.model.weight.data[0] = value
     kind = "non_finite_weights" if cause == "weights" else "diverged_weights"
     assert guarded.fail_step(3, kind=kind) == 2
@@ -275,6 +275,6 @@ def test_a_bundle_of_an_earlier_start_counts_towards_the_limit(guarded: Guarded,
     (tmp_path / "bundles" / "step_000003_rank_0_micro_step_0").mkdir(parents=True)
     session = SimpleNamespace(dir=tmp_path)
     setup = SimpleNamespace(session=session, recipe=SimpleNamespace(guard=GuardConfig(bundles=1)))
-    files = recovery_module.RecoveryFiles(SimpleNamespace(setup=setup), None, None, None)  # type: ignore[arg-type]
+    files = recovery_module.RecoveryFileUpdater(SimpleNamespace(setup=setup), None, None, None)  # type: ignore[arg-type]
     event = make_event(7, "non_finite_loss", make_diagnosis("data", step=7), "quarantine", 0.0)
     assert files.write_bundle(guarded.micro_batch(7, 0), event) is None

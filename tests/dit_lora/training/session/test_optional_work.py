@@ -9,8 +9,8 @@ import torch
 
 from dit_lora.errors import DitLoraError, InterruptedRunError
 from dit_lora.guard.finite_gate import NonFiniteError
-from dit_lora.numerics.memory import is_out_of_memory, unify_out_of_memory_errors
-from dit_lora.training.session.optional_work import OptionalWork, to_dit_lora_error
+from dit_lora.numerics.memory import convert_to_out_of_memory_error, is_out_of_memory
+from dit_lora.training.session.optional_work import OptionalWorkRunner, to_dit_lora_error
 
 OF_HOST = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"
 OUT_OF_MEMORY = [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError(OF_HOST)]
@@ -29,30 +29,30 @@ def said() -> list[str]:
 
 
 @pytest.fixture
-def optional(said: list[str]) -> OptionalWork:
-    return OptionalWork(lambda value: [value], said.append)
+def optional(said: list[str]) -> OptionalWorkRunner:
+    return OptionalWorkRunner(lambda value: [value], said.append)
 
 
-def test_what_succeeds_is_given_and_not_told(optional: OptionalWork, said: list[str]) -> None:
-    assert optional.attempt("samples", 2, lambda: 7) == 7
+def test_what_succeeds_is_given_and_not_told(optional: OptionalWorkRunner, said: list[str]) -> None:
+    assert optional.run_optional_work("samples", 2, lambda: 7) == 7
     assert said == optional.format_lines() == []
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
 def test_after_out_of_memory_the_part_is_not_tried_again(
-    optional: OptionalWork, said: list[str], error: Exception
+    optional: OptionalWorkRunner, said: list[str], error: Exception
 ) -> None:
-    assert optional.attempt("samples", 2, raising(error)) is None
-    optional.attempt("samples", 4, lambda: pytest.fail("tried again"))
-    assert optional.attempt("eval losses", 4, lambda: 0.5) == 0.5
+    assert optional.run_optional_work("samples", 2, raising(error)) is None
+    optional.run_optional_work("samples", 4, lambda: pytest.fail("tried again"))
+    assert optional.run_optional_work("eval losses", 4, lambda: 0.5) == 0.5
     assert said == ["warning: step 2: samples are skipped from here on: out of memory; training continues"]
     assert optional.format_lines() == ["skipped: samples of steps 2, 4: out of memory"]
 
 
-def test_any_other_failure_is_tried_again_at_the_next_step(optional: OptionalWork, said: list[str]) -> None:
-    optional.attempt("samples", 2, raising(OSError(28, "No space left on device")))
-    assert optional.attempt("samples", 4, lambda: 1) == 1
-    optional.attempt("samples", 6, raising(KeyError("odd")))
+def test_any_other_failure_is_tried_again_at_the_next_step(optional: OptionalWorkRunner, said: list[str]) -> None:
+    optional.run_optional_work("samples", 2, raising(OSError(28, "No space left on device")))
+    assert optional.run_optional_work("samples", 4, lambda: 1) == 1
+    optional.run_optional_work("samples", 6, raising(KeyError("odd")))
     assert said == [
         "warning: step 2: samples are skipped this time: "
         "OSError: [Errno 28] No space left on device; training continues",
@@ -72,9 +72,9 @@ def test_any_other_failure_is_tried_again_at_the_next_step(optional: OptionalWor
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_what_ends_training_passes(optional: OptionalWork, error: BaseException) -> None:
+def test_what_ends_training_passes(optional: OptionalWorkRunner, error: BaseException) -> None:
     with pytest.raises(type(error)):
-        optional.attempt("samples", 2, raising(error))
+        optional.run_optional_work("samples", 2, raising(error))
 
 
 def test_a_failure_of_another_rank_counts_on_this_one(said: list[str]) -> None:
@@ -84,9 +84,9 @@ def test_a_failure_of_another_rank_counts_on_this_one(said: list[str]) -> None:
         shared.append(own)
         return [own, ("out of memory", True)]
 
-    optional = OptionalWork(share, said.append)
-    assert optional.attempt("samples", 2, lambda: 7) is None
-    optional.attempt("samples", 4, lambda: pytest.fail("tried again"))
+    optional = OptionalWorkRunner(share, said.append)
+    assert optional.run_optional_work("samples", 2, lambda: 7) is None
+    optional.run_optional_work("samples", 4, lambda: pytest.fail("tried again"))
     # No rank goes into the second exchange.
     assert shared == [None]
     assert optional.format_lines() == ["skipped: samples of steps 2, 4: out of memory"]
@@ -94,17 +94,17 @@ def test_a_failure_of_another_rank_counts_on_this_one(said: list[str]) -> None:
 
 def test_what_others_cannot_be_told_of_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a forward pass that needs all ranks, they wait where this one has failed."""
-    optional = OptionalWork(lambda value: pytest.fail("the others are elsewhere"), lambda line: None)
-    monkeypatch.setattr(OptionalWork, "_is_distributed", lambda self: True)
+    optional = OptionalWorkRunner(lambda value: pytest.fail("the others are elsewhere"), lambda line: None)
+    monkeypatch.setattr(OptionalWorkRunner, "_is_distributed", lambda self: True)
     with pytest.raises(MemoryError):
-        optional.attempt("samples", 2, raising(MemoryError()), is_collective=True)
+        optional.run_optional_work("samples", 2, raising(MemoryError()), is_collective=True)
     agreed = DitLoraError("all ranks know")
     agreed.collective = True
-    single_rank = OptionalWork(lambda value: [value, value], lambda line: None)
-    assert single_rank.attempt("samples", 2, raising(agreed), is_collective=True) is None
+    single_rank = OptionalWorkRunner(lambda value: [value, value], lambda line: None)
+    assert single_rank.run_optional_work("samples", 2, raising(agreed), is_collective=True) is None
 
 
-def test_what_did_not_fit_is_let_go_before_training_goes_on(optional: OptionalWork) -> None:
+def test_what_did_not_fit_is_let_go_before_training_goes_on(optional: OptionalWorkRunner) -> None:
     class Big:
         """Part of a circle, as a pipeline is."""
 
@@ -118,18 +118,18 @@ def test_what_did_not_fit_is_let_go_before_training_goes_on(optional: OptionalWo
         recorded.append(weakref.ref(big))
         raise MemoryError
 
-    optional.attempt("samples", 2, work)
+    optional.run_optional_work("samples", 2, work)
     assert recorded[0]() is None
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
 def test_memory_of_the_host_is_told_as_that_of_a_device(error: Exception) -> None:
     assert is_out_of_memory(to_dit_lora_error(error))
-    with pytest.raises(torch.OutOfMemoryError), unify_out_of_memory_errors():
+    with pytest.raises(torch.OutOfMemoryError), convert_to_out_of_memory_error():
         raise error
 
 
 def test_other_errors_are_no_lack_of_memory() -> None:
     assert not is_out_of_memory(RuntimeError("shapes differ"))
-    with pytest.raises(RuntimeError, match="shapes differ"), unify_out_of_memory_errors():
+    with pytest.raises(RuntimeError, match="shapes differ"), convert_to_out_of_memory_error():
         raise RuntimeError("shapes differ")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 
-from dit_lora.training.session.phases import PHASES_FILE, Phases
+from dit_lora.training.session.phases import PHASES_FILE, PhaseTimer
 
 
 def busy(seconds: float) -> None:
@@ -21,11 +21,11 @@ def busy(seconds: float) -> None:
 
 
 def test_phases_add_up_nest_and_tell_waiting_from_work() -> None:
-    phases = Phases()
+    phases = PhaseTimer()
     for _ in range(2):
-        with phases.timing("checks"), phases.timing("kernels"):
+        with phases.time_phase("checks"), phases.time_phase("kernels"):
             busy(0.06)
-    with phases.timing("waiting"):
+    with phases.time_phase("waiting"):
         time.sleep(0.1)
     checks, waiting = (next(p for p in phases.entries if p.name == n) for n in ("checks", "waiting"))
     kernels = next(p for p in phases.entries if p.name == "checks/kernels")
@@ -46,19 +46,19 @@ def test_phases_add_up_nest_and_tell_waiting_from_work() -> None:
 
 def test_the_closing_lines_parts_are_the_whole_time() -> None:
     """A step counts once; phases before the first step are no part of `start`; what does not fit is `other`."""
-    phases = Phases()
+    phases = PhaseTimer()
     phases._stage_start -= 100.0
     phases.add_time("imports", 50.0, 1.0)
     phases.add_time("preflight", 10.0, 1.0)
     phases.add_time("preflight/kernels", 9.0, 1.0)
     # Inside of the first step, which is counted without it.
     phases.add_time("gradient check", 5.0, 1.0)
-    phases.add_step(15.0)
+    phases.add_step_time(15.0)
     phases.end_first_step()
     phases._stage_start -= 60.0
-    phases.add_step(40.0)
+    phases.add_step_time(40.0)
     phases.add_time("samples", 12.0, 1.0)
-    phases.end_steps()
+    phases.end_training_stage()
     phases._stage_start -= 20.0
     phases.add_time("samples", 8.0, 1.0)
     phases.add_time("kernel parity", 1.0, 1.0)
@@ -78,17 +78,17 @@ def test_the_closing_lines_parts_are_the_whole_time() -> None:
 
 
 def test_a_run_writes_its_phases_by_stage(tmp_path: Path) -> None:
-    phases = Phases()
+    phases = PhaseTimer()
     time.sleep(0.12)
-    with phases.timing("named"):
+    with phases.time_phase("named"):
         time.sleep(0.06)
     phases.begin_first_step()
     assert phases.end_first_step()
     assert not phases.end_first_step(), "there is one first step"
-    with phases.timing("saving"):
+    with phases.time_phase("saving"):
         pass
-    phases.end_steps()
-    phases.write(tmp_path)
+    phases.end_training_stage()
+    phases.write_phase_times(tmp_path)
     record = json.loads((tmp_path / PHASES_FILE).read_text())
     stages = {phase["name"]: phase["stage"] for phase in record["phases"]}
     assert stages == {"named": "before", "first step": "before", "saving": "training"}
@@ -97,15 +97,15 @@ def test_a_run_writes_its_phases_by_stage(tmp_path: Path) -> None:
 
 
 def test_steps_that_are_taken_again_count_as_training() -> None:
-    phases = Phases()
+    phases = PhaseTimer()
     phases.begin_first_step()
     phases.end_first_step()
-    phases.end_steps()
+    phases.end_training_stage()
     phases.add_time("kernel parity", 2.0, 2.0)
     # The comparison has rolled the run back: its steps are taken again.
-    phases.resume_steps()
+    phases.resume_training_stage()
     phases.add_time("saving", 7.0, 7.0)
-    phases.end_steps()
+    phases.end_training_stage()
     phases.add_time("samples", 3.0, 3.0)
     stages = {phase.name: phase.stage for phase in phases.entries if phase.name != "first step"}
     assert stages == {"kernel parity": "after", "saving": "training", "samples": "after"}
@@ -113,22 +113,22 @@ def test_steps_that_are_taken_again_count_as_training() -> None:
 
 def test_a_gpu_is_waited_for_before_the_first_step_and_never_in_training() -> None:
     waits: list[str] = []
-    phases = Phases(synchronize=lambda: waits.append("waited"))
-    with phases.timing("loading"):
+    phases = PhaseTimer(synchronize=lambda: waits.append("waited"))
+    with phases.time_phase("loading"):
         pass
     assert len(waits) == 1
     phases.begin_first_step()
     phases.end_first_step()
-    with phases.timing("saving"):
+    with phases.time_phase("saving"):
         pass
     assert len(waits) == 1
 
 
 def test_an_error_ends_its_phase() -> None:
-    phases = Phases()
-    with pytest.raises(ValueError, match="torn"), phases.timing("encoding"):
+    phases = PhaseTimer()
+    with pytest.raises(ValueError, match="torn"), phases.time_phase("encoding"):
         raise ValueError("torn")
-    with phases.timing("loading"):
+    with phases.time_phase("loading"):
         pass
     assert [phase.name for phase in phases.entries] == ["encoding", "loading"]
 

@@ -17,7 +17,7 @@ import pytest
 from dit_lora.errors import DitLoraError
 from dit_lora.report.run.files import RunReader
 from dit_lora.training.session import run_lock
-from dit_lora.training.session.run_lock import LOCK_FILE, Holder, RunLock, is_live, read_holder
+from dit_lora.training.session.run_lock import LOCK_FILE, LockHolder, RunLock, is_run_active, read_holder
 
 HOLD = """
 import os, sys, time
@@ -46,9 +46,9 @@ def held_elsewhere(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path) -> Holder:
+def elsewhere(tmp_path: Path) -> LockHolder:
     """The holder of a lock that a process of another host left in the folder."""
-    holder = replace(Holder.from_this_process(), host="node7", boot="another", pid=1, job="88", token="t")
+    holder = replace(LockHolder.from_this_process(), host="node7", boot="another", pid=1, job="88", token="t")
     (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(holder)))
     return holder
 
@@ -73,18 +73,18 @@ def test_a_second_process_is_refused_by_pid_and_host_and_a_killed_one_hinders_no
         assert "\n" not in str(error.value)
         assert error.value.exit_code == 2
         assert (tmp_path / LOCK_FILE).read_bytes() == before
-        assert is_live(tmp_path) is True
+        assert is_run_active(tmp_path) is True
         assert RunReader(tmp_path).read().state == "running"
         other_process.kill()
         other_process.wait()
-        assert is_live(tmp_path) is False
+        assert is_run_active(tmp_path) is False
         assert RunReader(tmp_path).read().state == "silent"
         messages: list[str] = []
         lock = RunLock(tmp_path, messages.append)
         lock.acquire()
         assert messages == []  # it does not wait
         lock.release()
-    assert is_live(tmp_path) is None
+    assert is_run_active(tmp_path) is None
 
 
 def test_a_paused_process_keeps_its_folder_however_old_its_last_beat_is(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_paused_process_keeps_its_folder_however_old_its_last_beat_is(tmp_path
     with held_elsewhere(tmp_path) as other_process:
         other_process.send_signal(signal.SIGSTOP)
         age(tmp_path, 1000)
-        assert is_live(tmp_path) is True
+        assert is_run_active(tmp_path) is True
         with pytest.raises(DitLoraError, match=f"is in use by process {other_process.pid} on"):
             RunLock(tmp_path).acquire()
 
@@ -103,7 +103,7 @@ def test_letting_go_leaves_nothing_and_a_process_may_take_what_it_has(tmp_path: 
     first_lock.acquire()
     second.acquire()  # a notebook's next run
     first_lock.release()
-    assert is_live(folder) is True
+    assert is_run_active(folder) is True
     second.release()
     assert list(tmp_path.iterdir()) == []  # the folders that it had made, too
     folder.mkdir(parents=True)
@@ -126,7 +126,7 @@ def test_a_disk_without_room_for_it_is_said_and_left_as_it_was(
 
 
 def test_a_live_process_of_another_host_is_refused_though_its_flock_does_not_reach_here(
-    tmp_path: Path, elsewhere: Holder, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, elsewhere: LockHolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     messages: list[str] = []
     age(tmp_path, 5)
@@ -137,7 +137,7 @@ def test_a_live_process_of_another_host_is_refused_though_its_flock_does_not_rea
 
 
 def test_a_dead_process_of_another_host_gives_way_once_it_is_silent(
-    tmp_path: Path, elsewhere: Holder, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, elsewhere: LockHolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once if it was silent long enough; else after the rest of that time."""
     monkeypatch.setattr(run_lock, "STALE", 1.0)
@@ -155,7 +155,7 @@ def test_a_dead_process_of_another_host_gives_way_once_it_is_silent(
 @pytest.mark.parametrize(("job", "restarts", "waits"), [("88", "1", False), ("88", "", True)])
 def test_a_job_that_slurm_requeued_on_another_node_goes_on_at_once(
     tmp_path: Path,
-    elsewhere: Holder,
+    elsewhere: LockHolder,
     monkeypatch: pytest.MonkeyPatch,
     job: str,
     restarts: str,
@@ -173,7 +173,7 @@ def test_a_job_that_slurm_requeued_on_another_node_goes_on_at_once(
 
 
 def test_who_was_held_for_dead_learns_that_the_folder_is_anothers(
-    tmp_path: Path, elsewhere: Holder, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, elsewhere: LockHolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_lock, "BEAT", 0.05)
     age(tmp_path, 1000)
@@ -194,7 +194,7 @@ def test_who_was_held_for_dead_learns_that_the_folder_is_anothers(
 def test_where_there_is_no_flock_a_process_id_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also from a later process that has the id of a dead one."""
     monkeypatch.setattr(run_lock, "HAS_FILE_LOCKS", False)
-    holder = Holder.from_this_process()
+    holder = LockHolder.from_this_process()
     (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(replace(holder, token="t"))))
     with pytest.raises(DitLoraError, match=f"process {holder.pid} on"):
         RunLock(tmp_path).acquire()

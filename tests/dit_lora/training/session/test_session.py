@@ -17,7 +17,7 @@ from launching import ROOT, on_ranks, run_python
 
 from dit_lora.errors import DitLoraError
 from dit_lora.training.session import session
-from dit_lora.training.session.launch import find_waiting_launcher, is_started_alone
+from dit_lora.training.session.launch import find_accelerate_launcher_pid, is_single_process_launch
 from dit_lora.training.session.session import (
     handle_stop_signals,
     make_interrupt_handler,
@@ -74,9 +74,9 @@ def launched(*options: str) -> list[str]:
     """The address, the number of processes and the parent that a script sees below `accelerate launch`."""
     script = """import os, sys
 sys.path.insert(0, sys.argv[1])
-from dit_lora.training.session.launch import is_started_alone, find_waiting_launcher
-several_gpus = [is_started_alone(os.environ, gpus) for gpus in (0, 1, 8)]
-print(*several_gpus, find_waiting_launcher(os.environ) == os.getppid())
+from dit_lora.training.session.launch import is_single_process_launch, find_accelerate_launcher_pid
+several_gpus = [is_single_process_launch(os.environ, gpus) for gpus in (0, 1, 8)]
+print(*several_gpus, find_accelerate_launcher_pid(os.environ) == os.getppid())
 """
     command = ("-m", "accelerate.commands.launch", *options, "--no_python", sys.executable, "-c", script, ROOT)
     result = run_python(ROOT, *command)
@@ -98,12 +98,12 @@ def test_a_launch_that_starts_one_of_several_processes_is_seen_in_the_environmen
 
 def test_what_accelerate_did_not_start_has_no_launcher_and_lacks_nothing() -> None:
     """A batch script exports an address too, and torchrun says how many meet there."""
-    assert not is_started_alone({"MASTER_ADDR": "127.0.0.1"}, 0)
-    assert find_waiting_launcher({"MASTER_ADDR": "127.0.0.1"}) is None
+    assert not is_single_process_launch({"MASTER_ADDR": "127.0.0.1"}, 0)
+    assert find_accelerate_launcher_pid({"MASTER_ADDR": "127.0.0.1"}) is None
     by_accelerate = {"ACCELERATE_DYNAMO_MODE": "default"}
-    assert not is_started_alone({**by_accelerate, "MASTER_ADDR": "node7"}, 0)
+    assert not is_single_process_launch({**by_accelerate, "MASTER_ADDR": "node7"}, 0)
     ranks = {**by_accelerate, "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "1"}
-    assert not is_started_alone(ranks, 0)
+    assert not is_single_process_launch(ranks, 0)
 
 
 def test_ranks_agree_on_an_error_and_on_none() -> None:

@@ -54,7 +54,7 @@ class World:
     def started(self, names: tuple[str, ...] = ALL, step: int = 0, **config: Any) -> Trackers:
         PartialState(cpu=True)  # a run's Accelerator has made it, and Accelerate's trackers ask it
         trackers = Trackers(self.folder, names, self.said.append)
-        trackers.start(config, step)
+        trackers.start_trackers(config, step)
         return trackers
 
     def event(self, trackers: Trackers) -> None:

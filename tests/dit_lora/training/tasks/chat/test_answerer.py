@@ -23,13 +23,13 @@ from dit_lora.data.media.media import MediaFile
 from dit_lora.errors import DitLoraError
 from dit_lora.families.chat_base import VisionSettings
 from dit_lora.training.tasks.chat import answerer as answering
-from dit_lora.training.tasks.chat.answerer import converse, load_answerer, read_prompts
+from dit_lora.training.tasks.chat.answerer import answer_prompts, load_answerer, read_prompts
 
 
 def test_turns_are_one_conversation_about_the_same_frames(shape_clips: Path) -> None:
     clip = MediaFile(min(shape_clips.glob("*.mp4")))
     tested_answerer = replace(answerer(lambda model, question: f"{question}!"), system="Be brief.")
-    answers = converse(tested_answerer, clip, ["What?", "Why?"], instruction="Look.")
+    answers = answer_prompts(tested_answerer, clip, ["What?", "Why?"], instruction="Look.")
     assert list(answers) == ["What?!", "Why?!"]
     _, (second, seconds) = tested_answerer.checkpoint.asked
     assert second.turns == (Turn("What?", "What?!", "Look."), Turn("Why?", "", "Look."))
@@ -44,8 +44,8 @@ def test_a_question_may_be_about_nothing_or_an_image(tmp_path: Path, shape_clips
 
     Image.new("RGB", (30, 20), (200, 10, 10)).save(tmp_path / "red.png")
     tested_answerer = answerer()
-    tested_answerer.ask(None, "Hello?")
-    tested_answerer.ask(MediaFile(tmp_path / "red.png"), "What colour?", history=(Turn("Hi", "Hello"),))
+    tested_answerer.answer_question(None, "Hello?")
+    tested_answerer.answer_question(MediaFile(tmp_path / "red.png"), "What colour?", history=(Turn("Hi", "Hello"),))
     (text, _), (image, seconds) = tested_answerer.checkpoint.asked
     assert (text.kind, image.kind, seconds) == ("text", "image", ())
     assert [turn.question for turn in image.turns] == ["Hi", "What colour?"]

@@ -15,7 +15,7 @@ from dit_lora.data.chat.rendered import IGNORE_INDEX
 from dit_lora.data.loading.batch import LOSS_WEIGHT, Batch, make_sample_seed
 from dit_lora.data.loading.quarantine import QuarantineRecord
 from dit_lora.data.synthetic.conversations import write_conversations
-from dit_lora.training.tasks.chat.training_set import ChatSet, make_sample_generator
+from dit_lora.training.tasks.chat.training_set import ChatTrainingSet, make_sample_generator
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def tiny(tiny_checkpoints: dict[str, Path]) -> Path:
 
 
 @pytest.fixture
-def clips(media: Path, tiny: Path, tmp_path: Path) -> ChatSet:
+def clips(media: Path, tiny: Path, tmp_path: Path) -> ChatTrainingSet:
     more = {"video": "clips/02_blue_disc_right.mp4", "QA": [{"q": "What is it?", "a": "A disc."}]}
     return set_of(recipe_of(tiny, write_records(media, [*records(), more]), tmp_path))
 
@@ -40,11 +40,11 @@ def kind_of(sample: str) -> str:
     return sample.partition("/")[0] if "/" in sample else "text"
 
 
-def steps(clips: ChatSet, tmp_path: Path, **how: int) -> list[Batch]:
+def steps(clips: ChatTrainingSet, tmp_path: Path, **how: int) -> list[Batch]:
     return list(clips.make_loader(reading(tmp_path, **how)))
 
 
-def test_a_step_has_one_kind_and_one_shape_on_all_ranks(clips: ChatSet, tmp_path: Path) -> None:
+def test_a_step_has_one_kind_and_one_shape_on_all_ranks(clips: ChatTrainingSet, tmp_path: Path) -> None:
     ranks = [steps(clips, tmp_path, accumulate=2, rank=rank, ranks=2) for rank in (0, 1)]
     shapes = {entry.id: entry.shape for entry in clips.entries}
     recorded = []
@@ -58,7 +58,7 @@ def test_a_step_has_one_kind_and_one_shape_on_all_ranks(clips: ChatSet, tmp_path
     assert set(recorded) == {"clips", "images", "text"}
 
 
-def test_every_bucket_has_tensors_of_its_own_shape(clips: ChatSet) -> None:
+def test_every_bucket_has_tensors_of_its_own_shape(clips: ChatTrainingSet) -> None:
     for entry in clips.entries:
         tensors = clips.read_sample(entry, 0).tensors
         assert tensors["input_ids"].shape == (1, entry.shape.length)
@@ -102,7 +102,7 @@ def test_frames_are_of_the_part_that_is_asked_about(media: Path, tiny: Path, tmp
 
 @pytest.mark.parametrize("split", [(4, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)])
 def test_a_steps_mean_of_weighted_losses_is_the_mean_over_its_answer_tokens(
-    clips: ChatSet, tmp_path: Path, split: tuple[int, int, int]
+    clips: ChatTrainingSet, tmp_path: Path, split: tuple[int, int, int]
 ) -> None:
     """However ranks and micro-steps share it out; token losses are made up, one number each."""
     size, accumulate, ranks = split
@@ -142,7 +142,7 @@ def test_a_sources_weight_and_times_are_its_samples(media: Path, tiny: Path, tmp
             assert weight == pytest.approx(factor * answers[sample] * 4 / tokens)
 
 
-def test_a_sample_is_whole_and_from_the_middle_and_a_draw_is_by_chance(clips: ChatSet) -> None:
+def test_a_sample_is_whole_and_from_the_middle_and_a_draw_is_by_chance(clips: ChatTrainingSet) -> None:
     entry = clips.entries[0]
     header, media = entry.header, entry.conversation.media
     assert header is not None
@@ -175,13 +175,13 @@ def same(one: Batch, other: Batch) -> bool:
     )
 
 
-def test_middle_frames_are_trained_on_where_the_recipe_says_so(clips: ChatSet) -> None:
+def test_middle_frames_are_trained_on_where_the_recipe_says_so(clips: ChatTrainingSet) -> None:
     entry = clips.entries[1]  # of one turn
     fixed = replace(clips, chat=clips.chat.model_copy(update={"frames": "middle"}))
     assert same(fixed.read_augmented(entry, 1, 1), clips.read_sample(entry, 0))
 
 
-def test_crops_are_drawn_in_training_alone(clips: ChatSet) -> None:
+def test_crops_are_drawn_in_training_alone(clips: ChatTrainingSet) -> None:
     update = {"frames": "middle", "crop": 0.3}
     cropped = replace(clips, chat=clips.chat.model_copy(update=update))
     for entry in (clips.entries[1], clips.entries[2]):
@@ -192,7 +192,7 @@ def test_crops_are_drawn_in_training_alone(clips: ChatSet) -> None:
         assert not torch.equal(draws[0], draws[1])
 
 
-def test_every_draw_of_a_sample_learns_the_same_tokens(clips: ChatSet) -> None:
+def test_every_draw_of_a_sample_learns_the_same_tokens(clips: ChatTrainingSet) -> None:
     entry = clips.entries[0]
     assert WATCH in entry.conversation.turns[1].instruction
     orders, learned = set(), set()
@@ -204,7 +204,7 @@ def test_every_draw_of_a_sample_learns_the_same_tokens(clips: ChatSet) -> None:
     assert len(learned) == 1
 
 
-def test_a_draw_is_the_samples_and_the_epochs_not_its_places(clips: ChatSet, tmp_path: Path) -> None:
+def test_a_draw_is_the_samples_and_the_epochs_not_its_places(clips: ChatTrainingSet, tmp_path: Path) -> None:
     (batch, *_) = steps(clips, tmp_path, size=1)
     (name,) = batch.ids
     entry = next(candidate for candidate in clips.entries if candidate.id == name)
@@ -213,7 +213,7 @@ def test_a_draw_is_the_samples_and_the_epochs_not_its_places(clips: ChatSet, tmp
     assert all(torch.equal(batch.tensors[key], repeated.tensors[key]) for key in repeated.tensors)
 
 
-def test_workers_read_the_same(clips: ChatSet, tmp_path: Path) -> None:
+def test_workers_read_the_same(clips: ChatTrainingSet, tmp_path: Path) -> None:
     in_process, read = (steps(clips, tmp_path, steps=5, workers=workers) for workers in (0, 2))
     assert [batch.ids for batch in in_process] == [batch.ids for batch in read]
     assert all(same(a, b) for a, b in zip(in_process, read, strict=True))
@@ -244,7 +244,7 @@ def same_shapes(one: Batch, other: Batch) -> bool:
     return {n: t.shape for n, t in one.tensors.items()} == {n: t.shape for n, t in other.tensors.items()}
 
 
-def test_weights_are_of_the_samples_that_come_once_others_are_left_out(clips: ChatSet, tmp_path: Path) -> None:
+def test_weights_are_of_the_samples_that_come_once_others_are_left_out(clips: ChatTrainingSet, tmp_path: Path) -> None:
     read_options = reading(tmp_path)
     before = list(clips.make_loader(read_options))
     left_out = before[0].ids[0]

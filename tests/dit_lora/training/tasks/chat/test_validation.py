@@ -67,7 +67,7 @@ def test_the_eval_loss_is_the_mean_over_answer_tokens(run: Any) -> None:
     for entry in run.clips.entries:
         tensors = run.clips.read_sample(entry, 0).tensors
         with torch.no_grad():
-            logits = run.model(**run.checkpoint.inputs(tensors)).logits[0].double()
+            logits = run.model(**run.checkpoint.build_model_inputs(tensors)).logits[0].double()
         labels, positions = tensors["labels"][0], tensors["answer_positions"][0]
         learned = labels != IGNORE_INDEX
         log_probs = torch.log_softmax(logits[positions[learned]], -1)
@@ -102,10 +102,10 @@ def test_answers_are_what_the_model_says_when_asked(run: Any, media: Path) -> No
     written = json.loads((run.session.dir / "samples" / "step_000007" / "answers.json").read_text())
     answering = load_answerer(run.checkpoint.path)
     # The recipe says at which seconds the frames are; the checkpoint was trained without.
-    answering.checkpoint = answering.checkpoint.with_vision_settings(VisionSettings.from_recipe(run.recipe))
+    answering.checkpoint = answering.checkpoint.copy_with_vision_settings(VisionSettings.from_recipe(run.recipe))
     from dit_lora.data.media.media import MediaFile
 
-    expected = [answering.ask(MediaFile(Path(clip)), prompt, max_tokens=5) for prompt in prompts]
+    expected = [answering.answer_question(MediaFile(Path(clip)), prompt, max_tokens=5) for prompt in prompts]
     assert [row["answer"] for row in written] == expected
     assert [(row["prompt"], row["media"]) for row in written] == [(p, clip) for p in prompts]
 

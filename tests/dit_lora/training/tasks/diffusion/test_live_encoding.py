@@ -12,22 +12,22 @@ from dit_lora.data.cache.digests import Digests
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.video import ClipError
 from dit_lora.data.sources.clips import Clip
-from dit_lora.training.tasks.diffusion.cache_plan import DecodedSample, Encoding
-from dit_lora.training.tasks.diffusion.live_encoding import Decoder, LiveTexts, LiveVideos
+from dit_lora.training.tasks.diffusion.cache_plan import CacheEntryEncoder, DecodedSample
+from dit_lora.training.tasks.diffusion.live_encoding import OnTheFlyTextEncoder, OnTheFlyVideoEncoder, WorkerDecoder
 from dit_lora.training.tasks.diffusion.samples import BucketedSample
 
 SHAPE = VideoShape(1, 4, 6)
 
 
 class _Decoding:
-    """Stands for `Encoding.decode`."""
+    """Stands for `CacheEntryEncoder.decode`."""
 
     has_masks = False
 
     def make_silence(self, shape: VideoShape) -> None:
         return None
 
-    def decode(self, sample: BucketedSample, *, mirrored: bool) -> DecodedSample:
+    def decode_sample(self, sample: BucketedSample, *, mirrored: bool) -> DecodedSample:
         if sample.id == "torn":
             raise ClipError("torn cannot be decoded")
         return DecodedSample(torch.full((1, 3, 4, 6), 7 + mirrored, dtype=torch.uint8), None)
@@ -39,29 +39,29 @@ def encode(video: torch.Tensor, image: torch.Tensor | None = None) -> dict[str, 
 
 
 @pytest.fixture
-def videos() -> LiveVideos:
+def videos() -> OnTheFlyVideoEncoder:
     clips = {name: Clip(name, MediaFile(Path(name)), "x") for name in ("good", "torn")}
     samples = {
         "good": (BucketedSample("good", clips["good"], SHAPE), False),
         "mirror": (BucketedSample("good", clips["good"], SHAPE), True),
         "torn": (BucketedSample("torn", clips["torn"], SHAPE), False),
     }
-    return LiveVideos(Decoder(cast(Encoding, _Decoding()), samples), encode)
+    return OnTheFlyVideoEncoder(WorkerDecoder(cast(CacheEntryEncoder, _Decoding()), samples), encode)
 
 
-def test_a_sample_is_encoded_and_its_spec_known_without_one(videos: LiveVideos) -> None:
+def test_a_sample_is_encoded_and_its_spec_known_without_one(videos: OnTheFlyVideoEncoder) -> None:
     assert videos.get_first_tensor_spec(["torn"]) == {"latent": (torch.Size([3]), torch.float32)}
     tensors, fault = videos.read("good", {})
     assert (tensors["latent"].tolist(), fault) == ([7, 7, 7], None)
 
 
-def test_what_a_worker_decoded_is_taken_once(videos: LiveVideos) -> None:
+def test_what_a_worker_decoded_is_taken_once(videos: OnTheFlyVideoEncoder) -> None:
     videos.decoded_samples["good"] = DecodedSample(torch.full((1, 3, 4, 6), 5, dtype=torch.uint8), None)
     assert videos.read("good", {})[0]["latent"].tolist() == [5, 5, 5]
     assert videos.read("good", {})[0]["latent"].tolist() == [7, 7, 7]
 
 
-def test_bad_values_and_torn_clips_are_faults(videos: LiveVideos) -> None:
+def test_bad_values_and_torn_clips_are_faults(videos: OnTheFlyVideoEncoder) -> None:
     tensors, fault = videos.read("mirror", {})
     assert fault == "latent has 3 NaN among 3 values"
     tensors, fault = videos.read("torn", videos.get_first_tensor_spec(["torn"]))
@@ -80,8 +80,10 @@ def test_captions_are_encoded_once_and_judged(monkeypatch: pytest.MonkeyPatch, t
 
     monkeypatch.setattr("dit_lora.training.tasks.diffusion.live_encoding._MAX_CACHED_CAPTIONS", 2)
     digests, facts = Digests(tmp_path / "digests.json"), dict[str, str]()
-    encoding = Encoding(cast(Recipe, None), digests, facts, facts)
-    texts = LiveTexts({key: encoding.make_text_job(caption) for key, caption in captions.items()}, encode_text)
+    encoding = CacheEntryEncoder(cast(Recipe, None), digests, facts, facts)
+    texts = OnTheFlyTextEncoder(
+        {key: encoding.make_text_job(caption) for key, caption in captions.items()}, encode_text
+    )
     assert texts.read("1", {}) == texts.read("1", {})
     assert texts.read("3", {})[1] == "caption 'bad': embeds has 2 Inf among 2 values"
     texts.read("2", {})  # the first is forgotten

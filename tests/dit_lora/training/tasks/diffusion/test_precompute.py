@@ -22,8 +22,8 @@ from dit_lora.data.media.video import read_frames
 from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
-from dit_lora.training.session.session import running
-from dit_lora.training.tasks.diffusion.cache_plan import compute_transformer_digest, make_plan
+from dit_lora.training.session.session import start_run_session
+from dit_lora.training.tasks.diffusion.cache_plan import compute_transformer_digest, make_cache_plan
 from dit_lora.training.tasks.diffusion.precompute import DiffusionTrainingData, precompute
 
 Encode = Callable[..., DiffusionTrainingData]
@@ -41,7 +41,7 @@ def encode(recipe_values: dict[str, Any], tmp_path: Path) -> Encode:
             values[section][name] = value
         recipe = parse_recipe(values, "test")
         AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
-        with running(recipe) as session:
+        with start_run_session(recipe) as session:
             return precompute(session, get_family("cogvideox").open(recipe.model))
 
     return run
@@ -140,7 +140,7 @@ def test_a_bad_entry_that_all_samples_share_is_encoded_anew(
     encoded_again = encode(**changes)
     for key, embeds in zip(shared, good, strict=True):
         assert torch.equal(texts.read(key, {})[0]["prompt_embeds"], embeds)
-    assert encoded_again.training_set.empty_text[1] is None
+    assert encoded_again.training_set.empty_caption_tensors[1] is None
     printed = capsys.readouterr().err
     assert "encoding caption '' again" in printed
     assert "encoding caption 'a cat' again" in printed
@@ -233,7 +233,7 @@ def test_what_changed_makes_anew_what_depends_on_it_and_nothing_else(
 
     def keys_now() -> tuple[set[str], set[str]]:
         checkpoint = get_family("cogvideox").open(recipe.model)
-        return make_plan(recipe, checkpoint.encoders, torch.float32, samples_per_step=1, quiet=True).keys
+        return make_cache_plan(recipe, checkpoint.encoders, torch.float32, samples_per_step=1, quiet=True).keys
 
     videos, texts = keys_now()
     if component == "code of decoding":

@@ -17,7 +17,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
 from dit_lora.families.sana.checkpoint import SanaSampler
-from dit_lora.training.session.session import running
+from dit_lora.training.session.session import start_run_session
 from dit_lora.training.tasks.diffusion import prior
 from dit_lora.training.tasks.diffusion.prior import generate_prior
 
@@ -40,7 +40,7 @@ def fill(recipe_values: dict[str, Any], tiny_checkpoints: dict[str, Path], tmp_p
             values[section][name] = value
         recipe = parse_recipe(values, "test")
         AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
-        with running(recipe) as session:
+        with start_run_session(recipe) as session:
             generate_prior(session, get_family(family).open(recipe.model).sampler)
         return sorted(folder.rglob("*"))
 

@@ -17,7 +17,7 @@ from dit_lora.data.synthetic.pairs import write_edit_pairs
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.latents import LOSS_MASK
-from dit_lora.training.session.session import running
+from dit_lora.training.session.session import start_run_session
 from dit_lora.training.tasks.diffusion.precompute import DiffusionTrainingData, precompute
 
 Encode = Callable[..., DiffusionTrainingData]
@@ -41,7 +41,7 @@ def encode(recipe_values: dict[str, Any], tiny_checkpoints: dict[str, Path], pai
         values["data"] |= {"fps": None, "cache": str(tmp_path / "cache"), **data}
         recipe = parse_recipe(values, "test")
         AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
-        with running(recipe) as session:
+        with start_run_session(recipe) as session:
             return precompute(session, get_family(family).open(recipe.model, recipe))
 
     return run

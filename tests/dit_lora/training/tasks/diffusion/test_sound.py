@@ -22,8 +22,8 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.ltx2.sound import build_audio_encoder
 from dit_lora.planning.subject import MemoryEstimator
-from dit_lora.training.session.session import running
-from dit_lora.training.tasks.diffusion.cache_plan import make_plan
+from dit_lora.training.session.session import start_run_session
+from dit_lora.training.tasks.diffusion.cache_plan import make_cache_plan
 from dit_lora.training.tasks.diffusion.precompute import DiffusionTrainingData, precompute
 
 Values = Callable[..., Recipe]
@@ -61,13 +61,13 @@ def recipe_of(tiny_checkpoints: dict[str, Path], clips: Path, tmp_path: Path) ->
 
 def encoded(recipe: Recipe) -> DiffusionTrainingData:
     AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
-    with running(recipe) as session:
+    with start_run_session(recipe) as session:
         return precompute(session, get_family("ltx2").open(recipe.model, recipe))
 
 
 def facts(recipe: Recipe) -> list[dict[str, Any]]:
     checkpoint = get_family("ltx2").open(recipe.model, recipe)
-    plan = make_plan(recipe, checkpoint.encoders, torch.float32, samples_per_step=1, quiet=True)
+    plan = make_cache_plan(recipe, checkpoint.encoders, torch.float32, samples_per_step=1, quiet=True)
     return [dict(entry.video.facts) for entry in plan.planned_samples]
 
 
