@@ -236,7 +236,7 @@ def can_open_inside_folder(folder: Path, path: Path, max_bytes: int | None = Non
 
 
 def read_file_inside_folder(folder: Path, path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """Read a regular file in a folder without following any link inside the folder. Raises as `open_file_inside_folder`."""
+    """Read a regular file in a folder without following any link inside it. Raises as `open_file_inside_folder`."""
     with open_file_inside_folder(folder, path, max_bytes) as file:
         return file.read()
 
@@ -250,8 +250,8 @@ def read_regular_file(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
 def read_regular_files(paths: Iterable[str]) -> Iterator[tuple[bytes, os.stat_result]]:
     """Yield the bytes of small regular files, and their status from before; links are followed.
 
-    For thousands of files: it takes a third of the time of `Path.stat` and `read_regular_file`. Raises `OSError` for other
-    kinds of files.
+    For thousands of files: it takes a third of the time of `Path.stat` and `read_regular_file`. Raises `OSError` for
+    other kinds of files.
     """
     for path in paths:
         handle = os.open(path, _OPEN_FLAGS)

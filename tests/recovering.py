@@ -63,7 +63,7 @@ class FakeFiles:
     def save_if_due(self, step: int, guard_state: Mapping[str, Any]) -> None:
         self.calls.append(("left_out", step))
 
-    def write_bundle(self, micro_batch: MicroBatch, event: Event) -> str | None:
+    def write_replay_bundle(self, micro_batch: MicroBatch, event: Event) -> str | None:
         self.calls.append(("bundle", micro_batch.rank, micro_batch.micro_step))
         return f"bundles/{micro_batch.micro_step}"
 

@@ -142,8 +142,8 @@ class ChatCheckpoint(ABC):
     def losses(self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams) -> LossOutput:
         """Mean next-token loss of each sample's answer, fp32 (B,).
 
-        In addition to the tensors for `build_model_inputs`, the batch has `labels` (B, A), the answer tokens or -100, and
-        `answer_positions` (B, A), the positions that predict them.
+        In addition to the tensors for `build_model_inputs`, the batch has `labels` (B, A), the answer tokens or -100,
+        and `answer_positions` (B, A), the positions that predict them.
         """
         # With these two arguments, the patched forward returns one loss per sample instead of logits.
         losses = model(

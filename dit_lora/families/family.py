@@ -105,7 +105,8 @@ class DiffusionFamily(Family):
         Args:
             model: The `model` section of a recipe.
             recipe: If given, the checkpoint gets the recipe's settings. Otherwise it is as stored.
-            index: `model_index_changes` from an adapter's header: the checkpoint is as it was when that adapter was trained.
+            index: `model_index_changes` from an adapter's header: the checkpoint is as it was when that adapter was
+                trained.
 
         Raises:
             DitLoraError: The checkpoint belongs to another family, or cannot train as the recipe asks.

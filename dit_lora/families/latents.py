@@ -164,7 +164,10 @@ def compute_token_grid(latents: torch.Tensor) -> tuple[int, int]:
 
 
 def make_packed_noise_samplers(latents: torch.Tensor) -> DrawFunctions:
-    """The noise (S, P) of each sample of latents (B, C, ..., H, W) of one frame, for `Denoiser.get_random_input_samplers`."""
+    """The noise (S, P) of each sample of latents (B, C, ..., H, W) of one frame.
+
+    For `Denoiser.get_random_input_samplers`.
+    """
     # Latents of a video VAE have a frame dimension of size 1 between channels and height.
     rows, columns = compute_token_grid(latents)
     return {"noise": partial(draw_normal_noise, (rows * columns, PACK_SIZE**2 * latents.shape[1]))}

@@ -204,7 +204,7 @@ class RecomputableTensor(NamedTuple):
         if outer and counts is None:  # checkpointing or offload: they decide about this tensor too
             yield
             return
-        # Do not close over `self`: `unpack_saved_tensor` lives until the backward pass and would keep the tensor alive.
+        # Do not close over `self`: `unpack_saved_tensor` lives until the backward pass and would keep the tensor.
         memory, recompute = _get_memory_key(self.tensor), self.recompute
 
         def pack_saved_tensor(saved: torch.Tensor) -> torch.Tensor | tuple[int, ...]:

@@ -157,7 +157,7 @@ def get_class_name(instance: object) -> str:
 
 
 def get_fusion(model: nn.Module) -> FusedModelState | None:
-    """The patch state (`FusedModelState`) of a fused model or of any of its patched modules; None if it is not fused."""
+    """The `FusedModelState` of a fused model or of any of its patched modules; None if it is not fused."""
     return model.__dict__.get(_FUSION_ATTRIBUTE)
 
 

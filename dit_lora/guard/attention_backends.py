@@ -270,8 +270,8 @@ def measure_backend_parity(
 ) -> BackendParity:
     """Compare one attention backend's values and gradients at this call, on random inputs, with fp64 math.
 
-    Runs `call.reduce_to_one_sample()` once for each kind of inputs of `_make_random_inputs`, without dropout, which cannot be
-    compared; the largest errors count.
+    Runs `call.reduce_to_one_sample()` once for each kind of inputs of `_make_random_inputs`, without dropout, which
+    cannot be compared; the largest errors count.
     """
     small = call.reduce_to_one_sample()
     input_kinds = ["usual", "low"]

@@ -1,7 +1,7 @@
 """A diagnosis: the `DiagnosisContext` that it may inspect, its progress, its result, and its line in events.jsonl.
 
-`PendingDiagnosis` collects the evidence about one micro-batch, and its `build_final_diagnosis` creates the `Diagnosis`: a cause, a
-message and the evidence. `Event` adds the step, the kind of failure and the action taken.
+`PendingDiagnosis` collects the evidence about one micro-batch, and its `build_final_diagnosis` creates the
+`Diagnosis`: a cause, a message and the evidence. `Event` adds the step, the kind of failure and the action taken.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -243,7 +243,7 @@ class DiagnosisContext:
 
 @dataclass
 class PendingDiagnosis:
-    """One micro-batch under diagnosis, with the evidence found so far; `build_final_diagnosis` creates the `Diagnosis`."""
+    """One micro-batch and the evidence found so far; `build_final_diagnosis` creates the `Diagnosis`."""
 
     micro_batch: MicroBatch
     context: DiagnosisContext

@@ -1,9 +1,9 @@
 """Per-module statistics of a step: gradient norms, update-to-weight ratios, and the distance of outputs from Inf.
 
-Values stay on the device until `collect_module_statistics` makes the only transfer, so that a measured step does not wait for the device
-in between. All of a process' modules are on one device. A LoRA layer counts as one module, under the name of the layer
-that it wraps. With FSDP2, norms are of whole parameters: one all-reduce per kind. Largest magnitudes are of this
-rank's samples.
+Values stay on the device until `collect_module_statistics` makes the only transfer, so that a measured step does not
+wait for the device in between. All of a process' modules are on one device. A LoRA layer counts as one module, under
+the name of the layer that it wraps. With FSDP2, norms are of whole parameters: one all-reduce per kind. Largest
+magnitudes are of this rank's samples.
 """
 
 import math
@@ -101,9 +101,10 @@ class Monitor:
         return statistics
 
     def find_hidden_infinities(self) -> list[str]:
-        """Names of modules with Inf or NaN in their outputs, in order of execution. Call it after `collect_module_statistics`.
+        """Names of modules with Inf or NaN in their outputs, in order of execution.
 
-        If the loss was finite, something after the first of them hides it: a clamp, a mask, `nan_to_num`.
+        Call it after `collect_module_statistics`. If the loss was finite, something after the first of them hides it:
+        a clamp, a mask, `nan_to_num`.
         """
         return list(self._hidden_infinities)
 

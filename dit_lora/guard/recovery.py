@@ -1,9 +1,9 @@
 """Recover from one failed step in any loop: diagnose it, choose an action, act, record and log.
 
-`RecoveryHandler.diagnose_and_recover` shows the sequence. A loop implements a subclass: how it diagnoses, and which actions it can
-take. `Policy` chooses the action: the first of `guard.on_nonfinite` that fits every cause, within the limits of
-`guard.max_skips` and `guard.max_rollbacks`. One rule goes before this order: `skip` does not fit a sample that would
-fail again in the next epoch if `quarantine` is in the list. Every rank makes the same calls.
+`RecoveryHandler.diagnose_and_recover` shows the sequence. A loop implements a subclass: how it diagnoses, and which
+actions it can take. `Policy` chooses the action: the first of `guard.on_nonfinite` that fits every cause, within the
+limits of `guard.max_skips` and `guard.max_rollbacks`. One rule goes before this order: `skip` does not fit a sample
+that would fail again in the next epoch if `quarantine` is in the list. Every rank makes the same calls.
 """
 
 import time
@@ -236,7 +236,7 @@ class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
         """Replace a recovery action by a stop if it needs something that is missing. Collective."""
 
     @abstractmethod
-    def write_bundle(self, source: SourceT, event: Event) -> str | None:
+    def write_replay_bundle(self, source: SourceT, event: Event) -> str | None:
         """Write a replay bundle and return its path relative to the loop's folder; None if none was written."""
 
     @abstractmethod
@@ -276,7 +276,7 @@ class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
         for item in results:
             position = (item.diagnosis.rank, item.diagnosis.micro_step)
             if item.source is not None and position in event_by_position:
-                path = self.write_bundle(item.source, event_by_position[position])
+                path = self.write_replay_bundle(item.source, event_by_position[position])
                 local_paths |= {position: path} if path is not None else {}
         written: dict[tuple[int, int | None], str] = {}
         # Only the rank that wrote a bundle knows its path, and the main process writes the event.

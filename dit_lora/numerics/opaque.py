@@ -23,7 +23,7 @@ def set_fused_module_test(module: nn.Module, is_fused: Callable[[], bool] | None
 
 
 def get_fused_module_test(module: nn.Module) -> Callable[[], bool] | None:
-    """The function set by `set_fused_module_test`, which tells if a module runs as one fused kernel now; None if unset."""
+    """The function that `set_fused_module_test` set: is a module one fused kernel now? None if unset."""
     return module.__dict__.get(_FUSED_TEST)
 
 

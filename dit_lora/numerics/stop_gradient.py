@@ -48,7 +48,10 @@ _STOPPED_VALUES: ContextVar[StopGradientValues | None] = ContextVar("stopped_val
 
 
 def stop_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as a constant of a loss; inside `StopGradientValues.hold_values_across_evaluations`, its value in the first evaluation."""
+    """The tensor as a constant of a loss.
+
+    Inside `StopGradientValues.hold_values_across_evaluations`, its value in the first evaluation.
+    """
     stopped_values = _STOPPED_VALUES.get()
     # Outside of a gradient check.
     if stopped_values is None:

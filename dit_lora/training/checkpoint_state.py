@@ -1,7 +1,7 @@
 """Saves a run's state to checkpoints in a background thread, and restores it at the start.
 
-To change what a checkpoint saves, start at `gather_training_state` and `load_training_state`, then at the field of `SavedState` and
-its file in checkpoints/files.py. Each part comes from one to three more files of dit_lora/training:
+To change what a checkpoint saves, start at `gather_training_state` and `load_training_state`, then at the field of
+`SavedState` and its file in checkpoints/files.py. Each part comes from one to three more files of dit_lora/training:
 
     weights, optimizer   distributed/engine.py for all engines but ZeRO's (distributed/zero.py); names: optim/state.py
     averages             ema.py: `named_averages`

@@ -1,8 +1,8 @@
 """Implements `dit-lora verify`: loads a saved result with its own library and runs five checks on it.
 
-`check_tensor_names`, `check_finite`, `check_adapter_effect`, `check_scale`, `check_output`; docs/verify.md says what each
-compares. A run verifies its result when it ends, with the frozen weights that it already has in memory, after a check
-that they are unchanged.
+`check_tensor_names`, `check_finite`, `check_adapter_effect`, `check_scale`, `check_output`; docs/verify.md says what
+each compares. A run verifies its result when it ends, with the frozen weights that it already has in memory, after a
+check that they are unchanged.
 """
 
 import logging

@@ -2,8 +2,8 @@
 
 An entry's key is the digest of everything that its tensors depend on. A changed video, caption, checkpoint,
 dtype or shape has another key, so an entry is never stale. Entries are stored in shards
-(`dit_lora.data.cache.shards`), whose headers `CacheIndex` keeps. Values are checked to be finite and in range when they are
-written. When they are read, a digest shows that they are unchanged.
+(`dit_lora.data.cache.shards`), whose headers `CacheIndex` keeps. Values are checked to be finite and in range when
+they are written. When they are read, a digest shows that they are unchanged.
 """
 
 import hashlib

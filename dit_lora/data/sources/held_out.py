@@ -32,7 +32,8 @@ def scan_recipe(recipe: Recipe) -> DataScan:
         clips = [*scanned.clips, *folder.clips]
         problems, notes = [*scanned.problems, *folder.problems], (*scanned.notes, *folder.notes)
     names = [clip.id for clip in clips if clip.is_held_out]
-    note = f"validation.data: {len(names)} of {len(clips)} clips are not trained on: {join_first_items(names, _MAX_NAMED)}"
+    first_names = join_first_items(names, _MAX_NAMED)
+    note = f"validation.data: {len(names)} of {len(clips)} clips are not trained on: {first_names}"
     return DataScan(clips, problems, (*notes, note))
 
 

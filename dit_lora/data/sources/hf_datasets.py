@@ -345,8 +345,8 @@ class _Column:
     ) -> _Cell:
         """Read one cell of media without decoding.
 
-        `size` is None if it has no bytes but a path, `list_index` if it is not a list. `read_first_bytes` returns the first
-        bytes; it is called only if the name does not tell the format.
+        `size` is None if it has no bytes but a path, `list_index` if it is not a list. `read_first_bytes` returns the
+        first bytes; it is called only if the name does not tell the format.
         """
         suffix: str | None = os.path.splitext(file_name or "")[1].lower()
         if size is None:

@@ -120,7 +120,7 @@ class VideoTextCheckpoint(ChatCheckpoint):
                 )
             # A video of one frame is an image.
             conversation = replace(conversation, kind="video" if video else "image")
-            # The template writes a placeholder; `media_prompt_text` then puts one token for each of the model's features.
+            # The template writes a placeholder; `media_prompt_text` puts one token for each of the model's features.
             media = MediaPlaceholderText(
                 self.layout.media_placeholder(shape.frames), self.layout.media_prompt_text(shape, seconds)
             )

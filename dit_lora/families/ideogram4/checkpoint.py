@@ -219,8 +219,8 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     if scheduler["use_dynamic_shifting"]:
         raise DitLoraError(f"{model.path}: use_dynamic_shifting of its scheduler: Ideogram4Pipeline shifts by itself")
     info = Ideogram4Info(**fields)
-    # The pipeline's schedule, with which Diffusers' script trains: logit-normal, its mean moved by `compute_shift_mu`, which is the
-    # logarithm of a shift.
+    # The pipeline's schedule, with which Diffusers' script trains: logit-normal, its mean moved by
+    # `compute_shift_mu`, which is the logarithm of a shift.
     levels = NoiseLevelDistribution(std=get_call_default(Ideogram4Pipeline, "std"))
     return Checkpoint(
         info=info,

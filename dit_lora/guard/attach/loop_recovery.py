@@ -191,7 +191,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         reason = f"there is no finite snapshot{hint}"
         return Action("stop" if self._can_stop or failure.required else "skip", reason=reason)
 
-    def write_bundle(self, source: CapturedCall, event: Event) -> str | None:
+    def write_replay_bundle(self, source: CapturedCall, event: Event) -> str | None:
         if self._is_known_failure:  # a known sample already has a bundle
             return None
         facts = self._make_bundle_facts(source)

@@ -35,7 +35,8 @@ def select_exact_parameters(parameters: Parameters) -> dict[str, torch.Tensor]:
 class Direction(ABC):
     """A direction over some of the trained parameters, computed for each tensor when it is needed.
 
-    Storing it would take as much memory as the weights. It is computed for some rows at a time, see `split_rows_into_parts`.
+    Storing it would take as much memory as the weights. It is computed for some rows at a time,
+    see `split_rows_into_parts`.
     """
 
     parameters: Parameters

@@ -317,8 +317,8 @@ def persists_at_smallest_step(
 ) -> bool:
     """True if a difference stays the same down to the smallest step size at which rounding does not hide it.
 
-    Attention that divides by a sum of ReLUs near zero bends the loss within a thousandth of a usual step. `_persists_at_small_step`
-    takes such bends for noise, and does not look that closely.
+    Attention that divides by a sum of ReLUs near zero bends the loss within a thousandth of a usual step.
+    `_persists_at_small_step` takes such bends for noise, and does not look that closely.
     """
     best = comparison.estimate
     if best is None:
@@ -488,7 +488,7 @@ def conclude_from_estimates(estimates: Sequence[SlopeEstimate], tolerance: Slope
         return "cannot tell"
     # A smaller size: a loss that is not smooth, as with ReLU, deviates by less there, and a wrong gradient does not.
     # An average of four differs less often by chance: a second size need not exclude equality.
-    confirming = [e for e in estimates if e.size < best.size and (e.differs or best.is_average)]
+    confirming = [e for e in estimates if e.size < best.size and (e.has_significant_difference or best.is_average)]
     return "differs" if any(_has_same_difference(best, estimate) for estimate in confirming) else "cannot tell"
 
 

@@ -93,9 +93,9 @@ class CheckpointWriter:
         self._live_tensors = {
             f"{part}/{name}": tensor for part in _STATE_FIELDS for name, tensor in getattr(state, part).items()
         }
-        self._host_copies.take(step)
+        self._host_copies.take_snapshot(step)
         # Drop `_live_tensors`: it would keep gathered tensors alive until the next save.
-        copies, self._live_tensors = self._host_copies.read(step), {}
+        copies, self._live_tensors = self._host_copies.read_snapshot(step), {}
         parts: dict[str, dict[str, torch.Tensor]] = {part: {} for part in _STATE_FIELDS}
         # Back to the names within each field.
         for key, tensor in copies.items():

@@ -1,7 +1,7 @@
 """Recovery of a run: `RunRecovery` diagnoses a failed step on every rank, acts on the cause, and continues or stops.
 
-`RecoveryHandler.diagnose_and_recover` (guard/recovery.py) calls its methods in order. The quarantine, events, bundles, checkpoints
-and logs of the run's folder are changed through `RecoveryFileUpdater`.
+`RecoveryHandler.diagnose_and_recover` (guard/recovery.py) calls its methods in order. The quarantine, events,
+bundles, checkpoints and logs of the run's folder are changed through `RecoveryFileUpdater`.
 """
 
 import sys
@@ -164,7 +164,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         return self.policy.choose_and_count_action(failure.step, diagnoses, skipped)
 
     def write_replay_bundle(self, source: MicroBatch, event: Event) -> str | None:
-        return self.files.write_bundle(source, event)
+        return self.files.write_replay_bundle(source, event)
 
     def write_event(self, event: Event) -> None:
         self.files.write_event(event)
@@ -482,7 +482,8 @@ class RecoveryFileUpdater:
     ) -> str | None:
         """Write a bundle of a step with a wrong gradient: the micro-batches of all ranks, and the gradient.
 
-        Returns its path as `write_replay_bundle` does, on the main process only. Collective; see `run_or_raise_on_all_ranks`.
+        Returns its path as `write_replay_bundle` does, on the main process only. Collective; see
+        `run_or_raise_on_all_ranks`.
         """
         if not self._reserve_bundle_slot():
             return None

@@ -279,8 +279,13 @@ def test_the_watcher_is_called_in_the_order_that_the_loop_promises(
     note(loop.engine.optimizer.optimizer, "step")
     run(loop, 1, batches(2))
     assert order == [
-        "record_forward_outputs", "collect_gradient_statistics", "get_clip_bound", "before_update", "step", "after_update",
-    ]  # fmt: skip
+        "record_forward_outputs",
+        "collect_gradient_statistics",
+        "get_clip_bound",
+        "before_update",
+        "step",
+        "after_update",
+    ]
 
 
 def test_a_stop_code_reaches_the_result() -> None:

@@ -70,7 +70,7 @@ class ModelDiscovery:
         finally:
             recorder.is_open = False
         if begun_call is not None:
-            try_or_warn(lambda: recorder.end(begun_call, call.output), "recording an output")
+            try_or_warn(lambda: recorder.record_call_output(begun_call, call.output), "recording an output")
         # The guard may have started with this call.
         if id(module) not in self.get_recorders() and self._count_calls_of_known_models() > num_calls_before:
             # A known model was called inside this module, and that model is the one to record.

@@ -61,7 +61,7 @@ def check_lora_files(recipe: Recipe, checkpoint: Checkpoint) -> Mapping[str, Any
 
     Returns their metadata for the run's header.
 
-    Raises `DitLoraError` for everything that `read_recipe_lora_files` and `attach_trained_and_frozen_loras` would refuse.
+    Raises `DitLoraError` for all that `read_recipe_lora_files` and `attach_trained_and_frozen_loras` would refuse.
     """
     lora = recipe.lora
     if not lora.has_file_init and not lora.under:
