@@ -85,7 +85,7 @@ class _ScriptReplay:
         """
         interceptions = MethodInterceptions()
         # The script's own guard must not write into its folder: the bundle may be in there.
-        interceptions.intercept_class_method(Guard, "__init__", self._create_guard_without_folder)
+        interceptions.intercept_function(Guard, "__init__", self._create_guard_without_folder)
         # Called around each call of a module that is not inside another module's call.
         add_listener(self._intercept_call)
         # For every optimizer of the process.

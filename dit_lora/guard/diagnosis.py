@@ -118,9 +118,7 @@ class Event:
         }
 
 
-def make_event(
-    step: int, kind: str, diagnosis: Diagnosis, action: str, seconds: float, facts: Mapping[str, Any] | None = None
-) -> Event:
+def make_event(step: int, kind: str, diagnosis: Diagnosis, action: str, seconds: float) -> Event:
     """Create the event for the diagnosis of a failed step."""
     return Event(
         step,
@@ -131,7 +129,6 @@ def make_event(
         diagnosis.rank,
         diagnosis.sample_ids,
         seconds,
-        facts=facts or {},
     )
 
 

@@ -41,11 +41,6 @@ class FrozenWeightDigests:
         self._model = model
         self._digests = self._compute_digests()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory that the digests of frozen weights take, not counting names."""
-        return 8 * len(self._digests)
-
     def describe_changes(self) -> list[str]:
         """Describe frozen weights and buffers whose bits have changed since construction.
 

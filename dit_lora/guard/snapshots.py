@@ -52,12 +52,6 @@ class Snapshots:
         """Steps that have a snapshot, ascending."""
         return sorted(self._snapshots)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory in buffers, including those of dropped snapshots, which are reused."""
-        sets = [*self._snapshots.values(), *self._spare_buffers]
-        return sum(buffer.nbytes for buffers in sets for buffer in buffers.values())
-
     def is_snapshot_due(self, step: int) -> bool:
         return step % self._interval_steps == 0
 

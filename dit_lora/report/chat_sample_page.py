@@ -1,7 +1,5 @@
 """Write one training sample of a chat model as a self-contained page: its frames, tokens and loss mask."""
 
-import base64
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from dit_lora.data.chat.rendered import RenderedConversation
 from dit_lora.data.chat.view import PART_NAMES, build_piece_views, count_tokens_by_kind
-from dit_lora.report.pages import render_page, write_page
+from dit_lora.data.media.opened import encode_jpeg
+from dit_lora.report.pages import choose_evenly, make_jpeg_uri, render_page, write_page
 
 MAX_FRAMES = 32
 """Maximum number of pictures on the page; more frames are sampled evenly."""
@@ -27,7 +26,6 @@ def write_chat_sample_page(
     frames: torch.Tensor | None = None,
     seconds: Sequence[float] = (),
     instruction: str = "",
-    notes: Sequence[str] = (),
 ) -> Path:
     """Write the page that shows one chat training sample, atomically.
 
@@ -42,7 +40,6 @@ def write_chat_sample_page(
         frames: uint8 (F, 3, H, W), or None without frames.
         seconds: Times of the frames.
         instruction: The text that a Q-Former reads.
-        notes: Lines of text shown on the page.
 
     Raises:
         DitLoraError: If the file cannot be written.
@@ -60,7 +57,6 @@ def write_chat_sample_page(
         pictures=_encode_pictures(frames, seconds),
         frame_count=0 if frames is None else len(frames),
         instruction=instruction,
-        notes=notes,
     )
     return write_page(path, page)
 
@@ -71,19 +67,13 @@ def _encode_pictures(frames: torch.Tensor | None, seconds: Sequence[float]) -> l
         return []
     from PIL import Image
 
-    count = min(len(frames), MAX_FRAMES)
-    # Evenly spaced frames, including the first and the last.
-    chosen = [round(index * (len(frames) - 1) / max(1, count - 1)) for index in range(count)]
     # A picture has no time.
     times = [f"{second:.2f} s" for second in seconds] or [""] * len(frames)
     pictures = []
-    for index in chosen:
+    for index in choose_evenly(range(len(frames)), MAX_FRAMES):
         # (3, H, W) to (H, W, 3).
         picture = Image.fromarray(frames[index].permute(1, 2, 0).contiguous().numpy())
         # In place; keeps the aspect ratio and never enlarges.
         picture.thumbnail((_MAX_SIDE, _MAX_SIDE))
-        stream = io.BytesIO()
-        picture.save(stream, "JPEG", quality=80)
-        uri = f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"
-        pictures.append((uri, times[index]))
+        pictures.append((make_jpeg_uri(encode_jpeg(picture, 80)), times[index]))
     return pictures

@@ -39,15 +39,12 @@ _NUM_TICKS = 400
 class Row:
     """One row of the guard's event table: an event, and those with the same message about the same samples."""
 
-    step: str
     repeats: str
     """Text on how often the event was repeated; empty if it was not."""
     cause: str
-    words: str
     module: str
     op: str
     samples: str
-    action: str
     bundle: str
     """Path of the bundle's folder relative to the page; empty if there is none."""
     event: EventRow
@@ -247,21 +244,18 @@ def _group_equal_events(events: Sequence[dict[str, Any]]) -> list[list[dict[str,
 
 def _build_row(group: Sequence[Mapping[str, Any]], folder: Path) -> Row:
     event = group[0]
-    diagnosis, base_row = get_diagnosis(event), build_event_row(event, _ACTION_TEXTS)
+    diagnosis = get_diagnosis(event)
     bundle = str(event.get("bundle", ""))
     # The file may be untrusted, so only a valid bundle path becomes a link.
     is_there = _BUNDLE_PATH.fullmatch(bundle) and can_open_inside_folder(folder, folder / bundle / "bundle.json")
     return Row(
-        step=base_row.step,
         repeats=f"and {len(group) - 1:,} more, to step {group[-1].get('step')}" if len(group) > 1 else "",
         cause=_describe_cause(event),
-        words=base_row.words,
         module=format_value(diagnosis.get("module")),
         op=format_value(diagnosis.get("op")),
         samples=", ".join(_to_strings(event.get("sample_ids"))),
-        action=base_row.action,
         bundle=bundle if is_there else "",
-        event=base_row,
+        event=build_event_row(event, _ACTION_TEXTS),
     )
 
 

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_atomically
 from dit_lora.redact import make_redactor
 
+T = TypeVar("T")
 # Beginnings of embedded media, whose base64 must not be changed by redaction.
 _DATA_URI_PREFIXES = ("data:image/png;base64,", "data:image/jpeg;base64,", "data:video/mp4;base64,")
 # Nothing may be loaded or submitted except what a page's `sources` adds.
@@ -32,11 +33,22 @@ class PagePictures:
     def make_uri(self, jpeg: bytes | None) -> str:
         """Data URI of a picture; an empty string without a picture or without space for it on the page."""
         # Base64 length counts, because that is what the page contains.
-        text = base64.b64encode(jpeg or b"").decode()
-        if not text or len(text) > self._bytes_left:
+        uri = make_jpeg_uri(jpeg) if jpeg else ""
+        if len(uri) > self._bytes_left:
             return ""
-        self._bytes_left -= len(text)
-        return f"data:image/jpeg;base64,{text}"
+        self._bytes_left -= len(uri)
+        return uri
+
+
+def make_jpeg_uri(jpeg: bytes) -> str:
+    return f"data:image/jpeg;base64,{base64.b64encode(jpeg).decode()}"
+
+
+def choose_evenly(items: Sequence[T], count: int) -> list[T]:
+    """Choose at most `count` items, evenly spaced from the first to the last."""
+    if len(items) <= count:
+        return list(items)
+    return [items[round(index * (len(items) - 1) / max(1, count - 1))] for index in range(count)]
 
 
 def truncate_text(text: str) -> str:

@@ -19,7 +19,6 @@ class SampleGridRow:
     seed: int
     cells: Sequence[tuple[str, str]]
     """Label of the strength, and link to the file."""
-    is_video: bool
 
 
 def write_sample_grid(
@@ -37,9 +36,7 @@ def write_sample_grid(
             label = "without the adapter"
         # The page lies next to the files, so the quoted name is the link.
         rows.setdefault((prompt, seed), []).append((label, quote(file.name)))
-    # One model makes either videos or images.
-    is_video = samples[0][3].suffix == ".mp4"
-    grid_rows = [SampleGridRow(prompt, seed, cells, is_video) for (prompt, seed), cells in rows.items()]
+    grid_rows = [SampleGridRow(prompt, seed, cells) for (prompt, seed), cells in rows.items()]
     page = render_page(
         "sample_grid.html",
         scripts=["viewer.js", "sample_grid.js"],
@@ -49,6 +46,7 @@ def write_sample_grid(
         settings=settings or {},
         rows=grid_rows,
         columns=max(len(row.cells) for row in grid_rows),
-        is_video=is_video,
+        # One model makes either videos or images.
+        is_video=samples[0][3].suffix == ".mp4",
     )
     return write_page(path, page)

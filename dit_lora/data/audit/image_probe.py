@@ -1,6 +1,5 @@
 """Measures one image, decoded as for training."""
 
-import io
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +10,14 @@ from PIL import Image, UnidentifiedImageError
 from dit_lora.data.audit.measure import SMALL_SIDE, PictureMeasures
 from dit_lora.data.audit.outline import PictureOutline
 from dit_lora.data.media.media import Media, open_media_bytes
-from dit_lora.data.media.opened import HEIC_REASON, MAX_PIXELS, get_error_message, open_picture
+from dit_lora.data.media.opened import HEIC_REASON, MAX_PIXELS, encode_jpeg, get_error_message, open_picture
 from dit_lora.data.media.pictures import DECODE_ERRORS, ORIENTATION_TAG, open_image, read_image_size, scale_to_cover
 
 THUMBNAIL_WIDTH = 320
 """Width of a thumbnail in pixels."""
 MAX_THUMBNAIL_SIDE = 160
 """Longer side of a thumbnail that shows a single image, in pixels."""
+THUMBNAIL_QUALITY = 70
 
 Failures = list[tuple[str, str]]
 """Code and message of each reason why a file cannot be used."""
@@ -44,7 +44,7 @@ def measure_image(media: Media, heartbeat: Callable[[], None]) -> tuple[Failures
     facts |= {"frames": 1, **pictures.compute_measurements([0.0, 0.0])}
     facts["outlines"] = [PictureOutline.from_picture(np.asarray(small)).text]
     picture.thumbnail((MAX_THUMBNAIL_SIDE, MAX_THUMBNAIL_SIDE))
-    return [], facts, encode_jpeg([np.asarray(picture)])
+    return [], facts, encode_jpeg(picture, THUMBNAIL_QUALITY)
 
 
 def decode_or_explain_fault(media: Media, read: Callable[[], Image.Image]) -> Image.Image | tuple[str, str]:
@@ -83,13 +83,6 @@ def describe_unusual_image_mode(mode: str, bits: int) -> str | None:
         return None
     # Modes without a name here, such as CMYK, are reported by Pillow's name.
     return {"P": "a palette", "PA": "a palette", "1": "black and white only"}.get(mode, mode)
-
-
-def encode_jpeg(pictures: list[np.ndarray]) -> bytes:
-    """Encode pictures, uint8 (H, W, 3) of equal heights, side by side as one JPEG."""
-    stream = io.BytesIO()
-    Image.fromarray(np.concatenate(pictures, axis=1)).save(stream, "JPEG", quality=70)
-    return stream.getvalue()
 
 
 def _read_header(media: Media) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from dit_lora.data.audit.image_probe import MAX_THUMBNAIL_SIDE, Failures, decode_or_explain_fault, encode_jpeg
+from dit_lora.data.audit.image_probe import MAX_THUMBNAIL_SIDE, THUMBNAIL_QUALITY, Failures, decode_or_explain_fault
 from dit_lora.data.media.kind import is_image
+from dit_lora.data.media.opened import encode_jpeg
 from dit_lora.data.media.pictures import open_mask
 from dit_lora.data.sources.clips import LossMask
 
@@ -34,4 +35,4 @@ def measure_mask(mask: LossMask, heartbeat: Callable[[], None]) -> tuple[Failure
         "learned": round(float(np.asarray(grey, np.float32).mean()) / 255, 4),
     }
     grey.thumbnail((MAX_THUMBNAIL_SIDE, MAX_THUMBNAIL_SIDE))
-    return [], facts, encode_jpeg([np.asarray(grey)])
+    return [], facts, encode_jpeg(grey, THUMBNAIL_QUALITY)

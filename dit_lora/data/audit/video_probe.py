@@ -8,14 +8,15 @@ import av
 import numpy as np
 from av.stream import Disposition
 from av.video.reformatter import Interpolation, VideoReformatter
+from PIL import Image
 
-from dit_lora.data.audit.image_probe import THUMBNAIL_WIDTH, Failures, encode_jpeg
+from dit_lora.data.audit.image_probe import THUMBNAIL_QUALITY, THUMBNAIL_WIDTH, Failures
 from dit_lora.data.audit.measure import SMALL_SIDE, PictureMeasures
 from dit_lora.data.audit.outline import PictureOutline
 from dit_lora.data.audit.sound import measure_sound
 from dit_lora.data.media.display import Orientation
 from dit_lora.data.media.media import Media
-from dit_lora.data.media.opened import FrameLimit, find_size_problem, get_error_message, open_media
+from dit_lora.data.media.opened import FrameLimit, encode_jpeg, find_size_problem, get_error_message, open_media
 from dit_lora.data.media.video_header import count_visible_frames, read_container_header
 
 _MAX_SAMPLES = 8
@@ -253,7 +254,8 @@ class _FrameMeasures:
         pictures = self._select_thumbnails()
         # Pictures can be joined only at equal heights; rounding may differ by a pixel.
         height = min(picture.shape[0] for picture in pictures)
-        return encode_jpeg([picture[:height] for picture in pictures])
+        joined = np.concatenate([picture[:height] for picture in pictures], axis=1)
+        return encode_jpeg(Image.fromarray(joined), THUMBNAIL_QUALITY)
 
 
 def _describe_format(frame: av.VideoFrame) -> dict[str, Any]:

@@ -113,6 +113,12 @@ def open_picture(media: Media) -> Iterator[Image.Image]:
         yield image
 
 
+def encode_jpeg(picture: Image.Image, quality: int) -> bytes:
+    stream = io.BytesIO()
+    picture.save(stream, "JPEG", quality=quality)
+    return stream.getvalue()
+
+
 def decode_jpeg(data: bytes) -> Image.Image:
     """Decode a JPEG made by this library, such as a thumbnail of the audit, to RGB."""
     with Image.open(io.BytesIO(data), formats=["JPEG"]) as image:

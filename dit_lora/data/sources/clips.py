@@ -113,23 +113,29 @@ class SampleCollector:
         self._rejected_ids.add(file)
         self._problems.setdefault((file, code), ClipProblem(file, code, message))
 
+    def add_problems(self, file: str, faults: Sequence[Fault]) -> None:
+        """Add problems of a file; those with the same code are merged, since a sample has one problem per code."""
+        for fault in merge_faults_by_code(faults):
+            self.add_problem(file, *fault)
+
     def build_scan(self, notes: Sequence[str] = ()) -> DataScan:
         """The collected clips and problems in the order in which they were added, with these notes."""
         clips = [clip for clip_id, clip in self._clips.items() if clip_id not in self._rejected_ids]
         return DataScan(clips, list(self._problems.values()), tuple(notes))
 
 
-def remove_empty_references(cells: Sequence[MediaT | None]) -> tuple[list[MediaT], Fault | None]:
-    """Remove empty cells at the end of a sample's references; also returns a fault if an earlier one is empty.
+def remove_empty_references(cells: Sequence[MediaT | None], faults: list[Fault]) -> list[MediaT]:
+    """Remove empty cells at the end of a sample's references; adds to its faults if an earlier one is empty.
 
     Models identify references by their order, which an empty cell would shift.
     """
     references = [reference for reference in cells if reference is not None]
     # Index of the first empty cell; the number of references if there is none.
     empty = next((index for index, reference in enumerate(cells) if reference is None), len(references))
-    if empty >= len(references):
-        return references, None
-    return references, (f"{REFERENCE}_missing", f"its reference {empty + 1} is empty, and others follow")
+    # A missing or unreadable file leaves a gap too, but is already reported.
+    if empty < len(references) and not faults:
+        faults.append((f"{REFERENCE}_missing", f"its reference {empty + 1} is empty, and others follow"))
+    return references
 
 
 def merge_faults_by_code(faults: Sequence[Fault]) -> list[Fault]:

@@ -30,15 +30,7 @@ from dit_lora.data.media.media import (
     resolve_path_below,
 )
 from dit_lora.data.sources.caption_text import Fault
-from dit_lora.data.sources.clips import (
-    MASK,
-    REFERENCE,
-    DataScan,
-    LossMask,
-    SampleCollector,
-    merge_faults_by_code,
-    remove_empty_references,
-)
+from dit_lora.data.sources.clips import MASK, REFERENCE, DataScan, LossMask, SampleCollector, remove_empty_references
 from dit_lora.data.sources.tables import REFERENCES_COLUMN, get_caption_columns
 from dit_lora.errors import DitLoraError
 from dit_lora.files import require_regular_files
@@ -166,8 +158,7 @@ def _read_rows(source: SourceConfig, rows: Any) -> DataScan:
         ordered_references, faults = _collect_extra_files(
             image, mask, [reference for column_cells in reference_cells for reference in column_cells]
         )
-        for fault in faults:
-            gathered.add_problem(sample_id, *fault)
+        gathered.add_problems(sample_id, faults)
         if names is not None and isinstance(text, int):
             if 0 <= text < len(names):
                 text = names[text]
@@ -183,7 +174,7 @@ def _collect_extra_files(
     first_image: "_Cell", mask: "_Cell", references: Sequence["_Cell"]
 ) -> tuple[list[Media], list[Fault]]:
     """Collect a sample's references in order, and the faults of its first image, mask and references."""
-    faults = []
+    faults: list[Fault] = []
     named_cells = [("first image", first_image), (MASK, mask), *((REFERENCE, reference) for reference in references)]
     for part, cell in named_cells:
         # An empty cell means that the sample has no such file.
@@ -191,11 +182,7 @@ def _collect_extra_files(
             code, message = cell.fault
             code = f"{part}_missing" if code == "missing" and part in (MASK, REFERENCE) else code
             faults.append((code, f"its {part}: {message}"))
-    ordered_references, gap = remove_empty_references([reference.media for reference in references])
-    # An unreadable cell leaves a gap too, but is already reported.
-    if gap is not None and not faults:
-        faults.append(gap)
-    return ordered_references, merge_faults_by_code(faults)
+    return remove_empty_references([reference.media for reference in references], faults), faults
 
 
 def _load_dataset(path: str) -> Any:

@@ -10,15 +10,7 @@ from typing import Any, NamedTuple
 from dit_lora.config.data import SourceConfig
 from dit_lora.data.media.media import MediaFile, resolve_path_below
 from dit_lora.data.sources.caption_text import Fault, suggest_encoding
-from dit_lora.data.sources.clips import (
-    MASK,
-    REFERENCE,
-    DataScan,
-    LossMask,
-    SampleCollector,
-    merge_faults_by_code,
-    remove_empty_references,
-)
+from dit_lora.data.sources.clips import MASK, REFERENCE, DataScan, LossMask, SampleCollector, remove_empty_references
 from dit_lora.data.sources.left_out import describe_media_missing_from_table, describe_unread_files
 from dit_lora.data.sources.listing import FolderListing
 from dit_lora.data.sources.similar_names import describe_similar_name
@@ -154,12 +146,8 @@ class ListedFiles:
         image = self._find_extra_file("first image", extra_cells.image, faults)
         references = [self._find_extra_file(REFERENCE, cell, faults) for cell in extra_cells.references]
         mask = self._find_extra_file(MASK, extra_cells.mask, faults)
-        ordered_references, gap = remove_empty_references(references)
-        # A missing file leaves a gap too, but is already reported.
-        if gap is not None and not faults:
-            faults.append(gap)
-        for fault in merge_faults_by_code(faults):
-            self._collector.add_problem(path, *fault)
+        ordered_references = remove_empty_references(references, faults)
+        self._collector.add_problems(path, faults)
         loss_mask = LossMask(mask) if mask else None
         self._collector.add(path, media, caption, image=image, references=ordered_references, mask=loss_mask)
 

@@ -18,7 +18,7 @@ from dit_lora.config.data import SourceConfig
 from dit_lora.config.records import read_typed_json
 from dit_lora.data.media.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, TarMember, find_size_fault
 from dit_lora.data.sources.caption_text import MAX_CAPTION_BYTES, Fault, make_too_long_fault, suggest_encoding
-from dit_lora.data.sources.clips import MASK, REFERENCE, DataScan, LossMask, SampleCollector, merge_faults_by_code
+from dit_lora.data.sources.clips import MASK, REFERENCE, DataScan, LossMask, SampleCollector
 from dit_lora.data.sources.tables import get_caption_columns
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_atomically
@@ -240,8 +240,7 @@ class _SampleAdder:
             too_large = find_size_fault(extra_member.size)
             if too_large is not None:
                 extra.faults.append((too_large[0], f"{extra_member.member}: {too_large[1]}"))
-        for code, text in merge_faults_by_code(extra.faults):
-            self.collector.add_problem(sample_id, code, text)
+        self.collector.add_problems(sample_id, extra.faults)
         mask = LossMask(masks[0]) if masks else None
         self.collector.add(sample_id, member, caption, references=references, mask=mask, missing_caption_fault=fault)
         return True

@@ -53,11 +53,6 @@ class Scene:
         """Such as "a red disc moves to the left over a dark background"."""
         return f"a {self.colour} {self.shape} {self.motion} over a {self.background} background"
 
-    @property
-    def is_new(self) -> bool:
-        """Whether the base has never seen its shape, its motion or its background."""
-        return self.shape == NEW_SHAPE or self.motion == NEW_MOTION or self.background == NEW_BACKGROUND
-
 
 def draw_scene(
     generator: torch.Generator,

@@ -7,6 +7,7 @@ a check may fail, and then has no result.
 import functools
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 _LOG = logging.getLogger("dit_lora")
@@ -43,13 +44,7 @@ def try_or_warn(
 
     If it raises, log the first error of each kind as a warning and return None.
     """
-    try:
-        return attempt()
-    except reraised:
-        raise
-    except Exception as error:
-        _warn_about_error(activity, error)
-        return None
+    return try_call(attempt, on_error=partial(_warn_about_error, activity), reraised=reraised)
 
 
 def warn_on_error(
@@ -60,13 +55,7 @@ def warn_on_error(
     def decorate(method: Callable[..., T]) -> Callable[..., T | None]:
         @functools.wraps(method)
         def attempt(*args: Any, **kwargs: Any) -> T | None:
-            try:
-                return method(*args, **kwargs)
-            except reraised:
-                raise
-            except Exception as error:
-                _warn_about_error(activity, error)
-                return None
+            return try_or_warn(partial(method, *args, **kwargs), activity, reraised=reraised)
 
         return attempt
 

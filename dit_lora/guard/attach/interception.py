@@ -162,12 +162,8 @@ class MethodInterceptions:
         key = id(owner)
         self._undo_functions.append(lambda: patch.remove_handler(key, handler))
 
-    def intercept_class_method(self, cls: type, name: str, handler: Handler) -> None:
-        """Call `handler(original, self, ...)` instead of a method, for every object of the class."""
-        self.intercept_function(cls, name, handler)
-
     def intercept_function(self, holder: ModuleType | type, name: str, handler: Handler) -> None:
-        """Call `handler(original, ...)` instead of a function of a module or a class."""
+        """Call `handler(original, ...)` instead of a function of a module, or a method of all objects of a class."""
         is_defined, original = name in vars(holder), getattr(holder, name)
         is_compiling = torch.compiler.is_compiling
         # Once the handler's owner is gone, calls go to the original.

@@ -100,13 +100,13 @@ class LoopEventDispatcher:
         # Intercept a function inside clip_grad_norm_: scripts have often imported clip_grad_norm_ itself by name.
         if hasattr(clip, "_get_total_norm"):
             interceptions.intercept_function(clip, "_get_total_norm", self._intercept_gradient_norm)
-        interceptions.intercept_class_method(torch.amp.GradScaler, "step", self._intercept_scaler_step)
+        interceptions.intercept_function(torch.amp.GradScaler, "step", self._intercept_scaler_step)
         interceptions.intercept_function(torch, "save", self._intercept_torch_save)
         script = import_module("torch.jit._script")
         for name in ("save", "save_to_buffer"):  # what torch.jit.save goes through
             for kind in (script.ScriptModule, script.RecursiveScriptModule):
-                interceptions.intercept_class_method(kind, name, self._intercept_script_save)
-        interceptions.intercept_class_method(torch.nn.Module, "load_state_dict", self._intercept_load_state_dict)
+                interceptions.intercept_function(kind, name, self._intercept_script_save)
+        interceptions.intercept_function(torch.nn.Module, "load_state_dict", self._intercept_load_state_dict)
         if find_spec("safetensors") is not None:
             module = import_module("safetensors.torch")
             interceptions.intercept_function(module, "save_file", self._intercept_safetensors_save)

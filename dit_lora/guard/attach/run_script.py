@@ -144,7 +144,7 @@ class SubprocessGuard:
     @contextmanager
     def guard_subprocesses(self) -> Iterator[None]:
         interceptions = MethodInterceptions()
-        interceptions.intercept_class_method(subprocess.Popen, "__init__", self._intercept_popen)
+        interceptions.intercept_function(subprocess.Popen, "__init__", self._intercept_popen)
         try:
             yield
         finally:
@@ -210,8 +210,8 @@ class ScriptGuard:
     @contextmanager
     def watch_script(self) -> Iterator[None]:
         """Record the optimizers and schedules that a script creates inside the context."""
-        self._interceptions.intercept_class_method(torch.optim.Optimizer, "__init__", self._intercept_optimizer_init)
-        self._interceptions.intercept_class_method(LRScheduler, "__init__", self._intercept_schedule_init)
+        self._interceptions.intercept_function(torch.optim.Optimizer, "__init__", self._intercept_optimizer_init)
+        self._interceptions.intercept_function(LRScheduler, "__init__", self._intercept_schedule_init)
         EVENTS.after_backward.append(self._start_if_gradients)
         try:
             with EVENTS.intercept_loop_functions():

@@ -30,13 +30,24 @@ _MAX_BACKEND_ERROR = 0.02
 
 
 @dataclass(frozen=True)
-class BlockDifference:
-    """A place in a model where a kernel differs from the reference code, or from itself in another run."""
+class KernelDifference:
+    """First place in a model where a kernel differs from its reference, or from itself in another run."""
 
-    location: str
+    fallback: str
+    module: str
+    """The first module that differs, in order of execution; or the parameter or input whose gradient differs."""
     error: float
-    is_deterministic: bool
+    """RMS of the difference over RMS of the reference, for the worst sample; NaN if a value is not finite."""
+    is_deterministic: bool = True
     """True if the kernel gives the same values for the same inputs."""
+
+    @property
+    def message(self) -> str:
+        error = f"relative error {self.error:.2g}"
+        if self.is_deterministic:
+            return f"kernel {self.fallback} differs from its reference at {self.module} ({error})"
+        summary = f"kernel {self.fallback} is nondeterministic at {self.module}"
+        return f"{summary}: the same inputs gave other values ({error})"
 
 
 @dataclass
@@ -125,7 +136,7 @@ class BlockComparison:
     inner_block: str | None = None
     """The only block to compare, including the outputs of its submodules; None for all blocks."""
     coverage: ComparisonCoverage = field(default_factory=ComparisonCoverage)
-    differences: list[BlockDifference] = field(default_factory=list)
+    differences: list[KernelDifference] = field(default_factory=list)
 
     def run(self, forward: Callable[[], Any]) -> None:
         """Run the model once with its reference code, and compare the kernel in each block on the way."""
@@ -214,9 +225,11 @@ class BlockComparison:
         self.coverage.compared.add(block.name)
         run_difference = self._measure_run_difference(block, expected, fused) if self.inner_block is None else None
         if run_difference is not None:
-            self.differences.append(BlockDifference(block.name, run_difference, is_deterministic=False))
+            self.differences.append(
+                KernelDifference(self.fallback.name, block.name, run_difference, is_deterministic=False)
+            )
         elif difference is not None:
-            self.differences.append(BlockDifference(*difference, is_deterministic=True))
+            self.differences.append(KernelDifference(self.fallback.name, *difference))
 
     def _compare_in_fp32(self, block: BlockCall) -> tuple[tuple[str, float] | None, Values]:
         """Compare a block in fp32; returns the first difference, or None, and the reference code's fp32 values."""

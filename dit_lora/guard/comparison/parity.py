@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from dit_lora.guard.comparison.block_parity import (
     BlockComparison,
-    BlockDifference,
     ComparisonOptions,
+    KernelDifference,
     record_grad_flags,
 )
 from dit_lora.guard.comparison.parity_values import (
@@ -30,28 +30,6 @@ from dit_lora.guard.replay import get_cuda_devices
 from dit_lora.numerics.dtensors import gather_full_tensor, has_collective_forward
 from dit_lora.numerics.opaque import iterate_called_modules
 from dit_lora.numerics.ranks import gather_object
-
-
-@dataclass(frozen=True)
-class KernelDifference:
-    """First place in a model where a kernel differs from its reference, or from itself in another run."""
-
-    fallback: str
-    module: str
-    """The first module that differs, in order of execution; or the parameter or input whose gradient differs."""
-    error: float
-    """RMS of the difference over RMS of the reference, for the worst sample; NaN if a value is not finite."""
-    is_deterministic: bool = True
-    """True if the kernel gives the same values for the same inputs."""
-
-    @property
-    def message(self) -> str:
-        error = f"relative error {self.error:.2g}"
-        if self.is_deterministic:
-            return f"kernel {self.fallback} differs from its reference at {self.module} ({error})"
-        summary = f"kernel {self.fallback} is nondeterministic at {self.module}"
-        return f"{summary}: the same inputs gave other values ({error})"
-
 
 LossFunction = Callable[[], torch.Tensor]
 """Runs the model on the same inputs at each call; returns losses per sample, (B,)."""
@@ -174,15 +152,15 @@ def _compare_blocks(
         options.coverage.skipped |= comparison.coverage.skipped
     difference = _select_first_difference(comparison.differences, model)
     # Compare inside that block to find the submodule. The block's name ends at the first space.
-    if difference is not None and difference.is_deterministic and not difference.location.startswith(GRADIENT_PREFIX):
-        block = difference.location.partition(" ")[0]
+    if difference is not None and difference.is_deterministic and not difference.module.startswith(GRADIENT_PREFIX):
+        block = difference.module.partition(" ")[0]
         difference = _select_first_difference(run_comparison(block).differences, model) or difference
-    if difference is None:
-        return None
-    return KernelDifference(fallback.name, difference.location, difference.error, difference.is_deterministic)
+    return difference
 
 
-def _select_first_difference(block_differences: Sequence[BlockDifference], model: nn.Module) -> BlockDifference | None:
+def _select_first_difference(
+    block_differences: Sequence[KernelDifference], model: nn.Module
+) -> KernelDifference | None:
     """Select the first nondeterministic difference, else the first one; equal on all ranks of a sharded model."""
     # The next comparison is collective, so all ranks must choose the same place.
     lists_by_rank = gather_object([list(block_differences)]) if has_collective_forward(model) else [block_differences]

@@ -18,9 +18,9 @@ from dit_lora.report.audit.charts import (
     make_count_chart,
     make_histogram,
 )
-from dit_lora.report.audit.pairs import choose_edit_samples, choose_evenly, make_sample_card
+from dit_lora.report.audit.pairs import choose_edit_samples, make_sample_card
 from dit_lora.report.charts.bars import BarChart, format_number
-from dit_lora.report.pages import PagePictures, render_page, truncate_text, write_page
+from dit_lora.report.pages import PagePictures, choose_evenly, render_page, truncate_text, write_page
 
 MAX_CARDS = 200
 """Maximum number of samples shown; the JSON file lists all of them."""

@@ -1,6 +1,5 @@
 """Pictures of samples next to their references, with the masked-out part tinted."""
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,8 +7,8 @@ import numpy as np
 from PIL import Image
 
 from dit_lora.data.audit.finding import AuditedSample
-from dit_lora.data.media.opened import decode_jpeg
-from dit_lora.report.pages import PagePictures
+from dit_lora.data.media.opened import decode_jpeg, encode_jpeg
+from dit_lora.report.pages import PagePictures, choose_evenly
 
 _TINT_COLOR = (122, 90, 245)
 _TINT_OPACITY = 0.6
@@ -43,13 +42,6 @@ def choose_edit_samples(samples: Sequence[AuditedSample], max_pairs: int) -> lis
     return choose_evenly(pairs, max_pairs)
 
 
-def choose_evenly(samples: Sequence[AuditedSample], count: int) -> list[AuditedSample]:
-    """Choose at most `count` samples, evenly spaced from the first to the last."""
-    if len(samples) <= count:
-        return list(samples)
-    return [samples[round(position)] for position in np.linspace(0, len(samples) - 1, count)]
-
-
 def tint_masked_area(picture: bytes, mask: bytes, *, is_video: bool) -> bytes:
     """Tint the part of a picture, or of frames in a row, that the mask excludes from the loss.
 
@@ -68,6 +60,4 @@ def tint_masked_area(picture: bytes, mask: bytes, *, is_video: bool) -> bytes:
     covered = (1 - _TINT_OPACITY) * levels + _TINT_OPACITY * np.array(_TINT_COLOR, np.float32)
     # `learned` has shape (H, W, 1), and `levels` (H, W, 3).
     mixed = learned * levels + (1 - learned) * covered
-    stream = io.BytesIO()
-    Image.fromarray(mixed.round().astype(np.uint8)).save(stream, "JPEG", quality=80)
-    return stream.getvalue()
+    return encode_jpeg(Image.fromarray(mixed.round().astype(np.uint8)), 80)

@@ -1,7 +1,6 @@
 """Thumbnails of clips and pictures: a JPEG of some frames, made once for each version of a file."""
 
 import hashlib
-import io
 import os
 from contextlib import suppress
 from functools import partial
@@ -14,6 +13,7 @@ from PIL import Image
 from dit_lora.data.media.decode import ArbitraryFrameTimes
 from dit_lora.data.media.kind import is_image
 from dit_lora.data.media.media import MediaFile
+from dit_lora.data.media.opened import encode_jpeg
 from dit_lora.data.media.pictures import DECODE_ERRORS, open_image, scale_to_cover
 from dit_lora.data.media.video import ClipError, decode_pictures, read_header
 from dit_lora.data.sources.caption_table import WORK_FOLDER
@@ -70,9 +70,7 @@ def _make_picture_thumbnail(media: MediaFile) -> bytes:
         return b""
     # A panorama is as wide as four squares at most.
     picture.thumbnail((_MAX_RATIO * _HEIGHT, _HEIGHT))
-    stream = io.BytesIO()
-    picture.save(stream, "JPEG", quality=_QUALITY)
-    return stream.getvalue()
+    return encode_jpeg(picture, _QUALITY)
 
 
 def _make_clip_thumbnail(media: MediaFile) -> bytes:
@@ -91,7 +89,5 @@ def _make_clip_thumbnail(media: MediaFile) -> bytes:
         return b""
     if not pictures:
         return b""
-    stream = io.BytesIO()
     # Side by side; the stated length of a clip may be too long for the last ones.
-    Image.fromarray(np.concatenate(pictures, axis=1)).save(stream, "JPEG", quality=_QUALITY)
-    return stream.getvalue()
+    return encode_jpeg(Image.fromarray(np.concatenate(pictures, axis=1)), _QUALITY)

@@ -13,6 +13,7 @@ from dit_lora.report.run.history import ensure_dict
 from dit_lora.report.run.page import get_sample_prompts
 from dit_lora.report.run.recipe_diff import flatten_section
 from dit_lora.report.run.samples import MAX_SAMPLE_BYTES, MAX_STEPS
+from dit_lora.report.run.saves import list_step_folders
 from dit_lora.report.run.words import NO_VALUE, HeadlineFigure, build_figures
 
 _WIDTH, _HEIGHT = 640, 240  # of a chart, in units of its view box
@@ -87,13 +88,7 @@ def list_prompts(runs: Sequence[RunFiles], steps: Sequence[int | None]) -> list[
 
 def find_step_folders(folder: Path) -> dict[int, Path]:
     """The folders of the last sampled steps."""
-    folders = {}
-    for path in (folder / "samples").glob("step_*"):
-        # At least six digits, as a run writes them. A link could lead to another run.
-        match = re.fullmatch(r"step_(\d{6,12})", path.name)
-        if match and path.is_dir() and not path.is_symlink():
-            folders[int(match[1])] = path
-    return {step: folders[step] for step in sorted(folders)[-MAX_STEPS:]}
+    return dict(list(list_step_folders(folder / "samples").items())[-MAX_STEPS:])
 
 
 def list_curves(runs: Sequence[RunFiles]) -> list[tuple[str, list[list[tuple[int, float]]]]]:

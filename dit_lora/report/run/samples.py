@@ -14,7 +14,8 @@ from dit_lora.data.media.opened import open_media
 from dit_lora.data.media.video_header import read_container_header
 from dit_lora.files import can_open_inside_folder, read_file_inside_folder
 from dit_lora.parsing import parse_json
-from dit_lora.report.run.saves import ADAPTER_FILES
+from dit_lora.report.pages import choose_evenly
+from dit_lora.report.run.saves import ADAPTER_FILES, list_step_folders
 
 EMBED_LIMIT_BYTES = 64 * 2**20
 """Maximum bytes of embedded base64 media; further files are linked."""
@@ -108,7 +109,9 @@ def find_samples(folder: Path, prompts: Sequence[str], *, embed: bool = True) ->
         match = re.fullmatch(r"step_(\d{1,12})/prompt_(\d{1,6})\.(mp4|png)", f"{path.parent.name}/{path.name}")
         if match and can_open_inside_folder(folder, path, MAX_SAMPLE_BYTES):
             files.setdefault(int(match[2]), {})[int(match[1])] = path
-    chosen = {index: _choose_steps(by_step) for index, by_step in sorted(files.items())[:MAX_PROMPTS]}
+    chosen = {
+        index: choose_evenly(sorted(by_step), MAX_STEPS) for index, by_step in sorted(files.items())[:MAX_PROMPTS]
+    }
     # The largest number over the prompts.
     hidden = max((len(files[index]) - len(steps) for index, steps in chosen.items()), default=0)
     references = _find_references(folder)
@@ -166,9 +169,7 @@ def _list_checkpoint_steps(files_by_step: Mapping[int, Path]) -> list[int]:
 
 
 def _find_adapter_files(folder: Path) -> dict[int, Path]:
-    # At least six digits, padded with zeros; a temporary folder has another name.
-    matches = (re.fullmatch(r"step_(\d{6,12})", p.name) for p in (folder / "checkpoints").glob("*"))
-    steps = sorted(int(match[1]) for match in matches if match)
+    steps = list_step_folders(folder / "checkpoints")
     return {step: path for step in steps if (path := find_adapter_file(folder, step)) is not None}
 
 
@@ -199,15 +200,6 @@ def format_step(step: int) -> str:
     return f"after step {step:,}" if step else "before training"
 
 
-def _choose_steps(steps: Iterable[int]) -> list[int]:
-    ordered = sorted(steps)
-    # A filmstrip of all steps: nothing is left out of a short run.
-    if len(ordered) <= MAX_STEPS:
-        return ordered
-    # Evenly spaced, including the first and the last step.
-    return [ordered[round(i * (len(ordered) - 1) / (MAX_STEPS - 1))] for i in range(MAX_STEPS)]
-
-
 def _embed_files(folder: Path, paths: Iterable[Path], bytes_left: int) -> dict[Path, str]:
     """Data URIs of as many files as fit into `bytes_left` bytes; files removed meanwhile are left out."""
     uris: dict[Path, str] = {}
@@ -228,12 +220,8 @@ def _embed_files(folder: Path, paths: Iterable[Path], bytes_left: int) -> dict[P
 def _find_answers(folder: Path) -> list[PromptAnswers]:
     """The answers to every validation prompt of a chat model's run; damaged files are left out."""
     by_step: dict[int, list[dict[str, Any]]] = {}
-    paths = {}
-    for path in (folder / "samples").glob("step_*/answers.json"):
-        match = re.fullmatch(r"step_(\d{1,12})", path.parent.name)
-        if match:
-            paths[int(match[1])] = path
-    for step in _choose_steps(paths):
+    paths = {step: path / "answers.json" for step, path in list_step_folders(folder / "samples").items()}
+    for step in choose_evenly([step for step, path in paths.items() if path.exists()], MAX_STEPS):
         try:
             records = parse_json(read_file_inside_folder(folder, paths[step]))
         except (OSError, ValueError):

@@ -40,13 +40,12 @@ def list_saved_adapters(run: RunFiles) -> list[SavedAdapter]:
     """The adapters in a run's checkpoints, in the order of steps. Checkpoints of earlier versions have none."""
     adapters = []
     marked_step = read_best_marked_step(run.folder)
-    for file in [file for name in ADAPTER_FILES for file in (run.folder / "checkpoints").glob(f"step_*/{name}")]:
-        # At least six digits, padded with zeros; a temporary folder has another name.
-        match = re.fullmatch(r"step_(\d{6,12})", file.parent.name)
-        if match is None or not can_open_inside_folder(run.folder, file):
+    folders = list_step_folders(run.folder / "checkpoints")
+    for step, file in [(step, folder / name) for step, folder in folders.items() for name in ADAPTER_FILES]:
+        if not can_open_inside_folder(run.folder, file):
             continue
         # The samples that the run made at this step.
-        step, samples = int(match[1]), sorted((run.folder / "samples" / file.parent.name).glob("prompt_*.*"))
+        samples = sorted((run.folder / "samples" / file.parent.name).glob("prompt_*.*"))
         # Not every save has a validation.
         loss = run.eval_losses.get(step, math.nan)
         adapters.append(
@@ -66,7 +65,19 @@ def list_saved_adapters(run: RunFiles) -> list[SavedAdapter]:
                 load_line=_format_load_line(run, file),
             )
         )
-    return sorted(adapters, key=lambda adapter: adapter.step)
+    return adapters
+
+
+def list_step_folders(folder: Path) -> dict[int, Path]:
+    """The folders named by their step, such as `step_000020`, directly in a folder, in the order of steps."""
+    folders = {}
+    for path in folder.glob("step_*"):
+        # At least six digits, padded with zeros; a temporary folder has another name.
+        match = re.fullmatch(r"step_(\d{6,12})", path.name)
+        # A link could lead to another run.
+        if match and path.is_dir() and not path.is_symlink():
+            folders[int(match[1])] = path
+    return dict(sorted(folders.items()))
 
 
 def _format_load_line(run: RunFiles, file: Path) -> str:

@@ -183,16 +183,13 @@ def test_buffers_are_used_again_once_shapes_are_known(run: Run, snapshots: Snaps
     snapshots.take_snapshot(20)
     second = buffers_of(snapshots, 20)
     assert not set(first_buffers.values()) & set(second.values())
-    expected_bytes = 2 * sum(tensor.nbytes for tensor in run.state().values())
     snapshots.take_snapshot(30)
     assert buffers_of(snapshots, 30) == first_buffers
     snapshots.take_snapshot(30)
     assert buffers_of(snapshots, 30) == first_buffers
     snapshots.drop_snapshot(20)
-    assert snapshots.nbytes == expected_bytes
     snapshots.take_snapshot(40)
     assert buffers_of(snapshots, 40) == second
-    assert snapshots.nbytes == expected_bytes
 
 
 def test_a_buffer_of_another_shape_or_dtype_is_not_used_again() -> None:

@@ -88,18 +88,17 @@ def test_of_many_frames_evenly_spread_ones_are_shown(tmp_path: Path) -> None:
 
 def test_what_was_left_out_is_said_and_marked(tmp_path: Path) -> None:
     sample = rendered("What does the cat do in the picture with the man? " * 3, less=17)
-    page = write(tmp_path, sample, frames=frames(1), seconds=[0.5], notes=["padded to 256"])
+    page = write(tmp_path, sample, frames=frames(1), seconds=[0.5])
     assert "17 tokens of the questions were left out" in page.text
     assert "17 tokens left out" in page.section("Tokens in order")
-    assert "padded to 256" in page.text
 
 
 def test_text_from_the_data_is_escaped_and_nothing_is_fetched(tmp_path: Path) -> None:
     sample = rendered(HOSTILE)
-    hostile_values = {"sample": HOSTILE, "instruction": HOSTILE, "notes": [HOSTILE]}
+    hostile_values = {"sample": HOSTILE, "instruction": HOSTILE}
     page = write(tmp_path, sample, frames=frames(1), seconds=[0.5], **hostile_values)
     assert page.all("script") == []
-    assert page.text.count('alert("x")') >= 4
+    assert page.text.count('alert("x")') >= 3
     links = [a[key] for key in ("src", "href") for _, a in page.tags if a.get(key)]
     assert all((link or "").startswith("data:") for link in links)
     assert "default-src 'none'" in page.source

@@ -4,7 +4,6 @@ The record holds the arguments, the random generator states and the gradient of 
 gives the same activations and parameter gradients without knowing the loss.
 """
 
-import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,8 +28,6 @@ from dit_lora.guard.attach.samples.tensors import has_rows
 from dit_lora.numerics.autocasts import AutocastState, restore_autocasts
 from dit_lora.numerics.finite import is_finite
 from dit_lora.numerics.objectives import LossOutput
-
-_LOG = logging.getLogger("dit_lora")
 
 
 @dataclass

@@ -88,12 +88,12 @@ class DataLoaderBatchRecorder:
         """Start following all DataLoaders of the process. Iterators that already exist are not followed."""
         _followers.add(self)
         self._follows_accelerate = False
-        interceptions.intercept_class_method(_BaseDataLoaderIter, "__init__", self._intercept_init)
-        interceptions.intercept_class_method(_BaseDataLoaderIter, "_reset", self._intercept_reset)
-        interceptions.intercept_class_method(_BaseDataLoaderIter, "_next_index", self._intercept_next_index)
+        interceptions.intercept_function(_BaseDataLoaderIter, "__init__", self._intercept_init)
+        interceptions.intercept_function(_BaseDataLoaderIter, "_reset", self._intercept_reset)
+        interceptions.intercept_function(_BaseDataLoaderIter, "_next_index", self._intercept_next_index)
         _patch_iterators_to_unwrap()
         # This also applies to worker processes that are forked later.
-        interceptions.intercept_class_method(_MapDatasetFetcher, "fetch", self._intercept_fetch)
+        interceptions.intercept_function(_MapDatasetFetcher, "fetch", self._intercept_fetch)
         self.follow_accelerate_loaders(interceptions)
 
     def follow_accelerate_loaders(self, interceptions: MethodInterceptions) -> None:
@@ -101,7 +101,7 @@ class DataLoaderBatchRecorder:
         module = sys.modules.get("accelerate.data_loader")
         if module is not None and not self._follows_accelerate:
             self._follows_accelerate = True
-            interceptions.intercept_class_method(module.DataLoaderShard, "__iter__", self._iterate_wrapped_batches)
+            interceptions.intercept_function(module.DataLoaderShard, "__iter__", self._iterate_wrapped_batches)
             interceptions.intercept_function(module, "send_to_device", self._intercept_device_copy)
 
     def _iterate_wrapped_batches(self, original: Callable[..., Iterator[Any]], loader: Any) -> Iterator[Any]:
@@ -170,7 +170,7 @@ class DataLoaderBatchRecorder:
         pending = self._pending_indices[iterator]
         index = pending.popleft() if pending else None
         is_map_dataset = iterator._dataset_kind == _DatasetKind.Map
-        # A stream has no indices, and without `compact_references` batches come back in any order.
+        # A stream has no indices, and without `in_order` batches come back in any order.
         has_known_order = is_map_dataset and getattr(iterator, "_in_order", True)
         indices: tuple[object, ...] = ()
         rows = batch.rows
