@@ -24,7 +24,7 @@ from dit_lora.guard.attach.accelerator_adapter import LoopProcessContext, unwrap
 from dit_lora.guard.attach.calls.call_log import CallLog
 from dit_lora.guard.attach.calls.discover_models import ModelDiscovery
 from dit_lora.guard.attach.containment import try_or_warn
-from dit_lora.guard.attach.find_newly_trained_models import describe_models
+from dit_lora.guard.attach.find_models import describe_models
 from dit_lora.guard.attach.finite_checks import CHECKS, validate_check_names
 from dit_lora.guard.attach.guard_json import GuardJsonFile
 from dit_lora.guard.attach.interception import MethodInterceptions

@@ -14,12 +14,7 @@ from dit_lora.guard.attach.calls.captured_call import CapturedCall
 from dit_lora.guard.attach.calls.discover_models import ModelDiscovery
 from dit_lora.guard.attach.calls.gather_calls import RankCalls, gather_rank_calls
 from dit_lora.guard.attach.containment import try_call
-from dit_lora.guard.attach.find_newly_trained_models import (
-    Models,
-    find_called_parts,
-    find_optimizer_parameters,
-    find_trained_models,
-)
+from dit_lora.guard.attach.find_models import Models, find_called_parts, find_optimizer_parameters, find_trained_models
 from dit_lora.guard.attach.finite_values import find_infinite_tensor_names
 from dit_lora.guard.attach.frozen_weights import LoopFrozenWeightDigests
 from dit_lora.guard.attach.interception import MethodInterceptions
