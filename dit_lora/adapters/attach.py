@@ -93,11 +93,6 @@ def add_adapter(model: nn.Module, config: peft.PeftConfig, *, seed: int) -> Atta
     return AttachReport(matrices, linear, parameters, len(adapted) - matrices, kind)
 
 
-def get_adapter_config(model: Any) -> dict[str, Any]:
-    """PEFT's config of the attached adapter: rank, alpha, targets."""
-    return model.peft_config[ADAPTER_NAME].to_dict()
-
-
 def is_lora_a(name: str) -> bool:
     return ".lora_A." in name
 

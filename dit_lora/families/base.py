@@ -25,8 +25,8 @@ from dit_lora.data.media.sound import Sound, SoundFormat
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.conditioning import Conditioning
-from dit_lora.families.latents import PLAIN_VAE, VaeMemory
-from dit_lora.families.opening import load_or_init_transformer
+from dit_lora.families.latents import PLAIN_VAE, VaeMemory, encode_video
+from dit_lora.families.opening import get_call_default, load_or_init_transformer
 from dit_lora.families.pictures import read_conditioning_images
 from dit_lora.families.references import ReferenceSpec, read_references, reference_errors, scale_image
 from dit_lora.families.refusals import refuse_options
@@ -40,6 +40,10 @@ TensorSpec = dict[str, tuple[torch.Size, torch.dtype]]
 """Shapes and dtypes of tensors by name."""
 TextEncoder = Callable[[Sequence[str]], Tensors]
 """Encodes captions (or class names) into the tensors that condition the model, each (B, ...)."""
+
+
+# text_encoder, tokenizer, text_encoder_2 and so on: encoders at even indices, tokenizers at odd ones.
+TEXT_COMPONENTS = tuple(f"{part}{number}" for number in ("", "_2", "_3") for part in ("text_encoder", "tokenizer"))
 
 
 class VideoEncoder(Protocol):
@@ -89,6 +93,8 @@ class CheckpointInfo(ABC):
     """
     part: str = "transformer"
     """The component that is trained. `transformer_2` is the second expert, for the lower noise levels."""
+    has_task_override: bool = False
+    """True if the recipe selects another task than the checkpoint's pipeline."""
 
     supported_options: ClassVar[tuple[str, ...]] = ()
     """Options that this checkpoint supports, of those that `refuse_options` rejects by default."""
@@ -120,6 +126,11 @@ class CheckpointInfo(ABC):
     def class_names(self) -> Sequence[str] | None:
         """Names of the classes in the checkpoint's files; None if it is not class-conditional."""
         return None
+
+    @property
+    def text_tokens(self) -> int:
+        """Number of tokens that captions are truncated or padded to, by default the pipeline's default."""
+        return get_call_default(self.pipeline_class, "max_sequence_length")  # type: ignore[no-any-return]
 
     @property
     @abstractmethod
@@ -204,8 +215,11 @@ class CheckpointInfo(ABC):
         return load_pretrained(self.pipeline_class, self.path, **self.pipeline_components() | components)
 
     def model_index_changes(self) -> dict[str, Any]:
-        """Changes to model_index.json in a pipeline trained from this checkpoint. Adapter headers store them too."""
-        return {}
+        """Changes to model_index.json in a pipeline trained from this checkpoint. Adapter headers store them too.
+
+        By default this is the pipeline's class, if the recipe chose another task than the checkpoint's.
+        """
+        return {"_class_name": self.pipeline_class.__name__} if self.has_task_override else {}
 
     def transformer_config_changes(self) -> dict[str, Any]:
         """Changes to the transformer's config that go with the changes to model_index.json."""
@@ -227,6 +241,8 @@ class Encoders(ABC):
     """Diffusers' class of the VAE."""
     has_fp32_vae: ClassVar[bool] = True
     """True if the VAE encodes in fp32 regardless of the requested dtype: bf16 would round what is cached."""
+    tokenizer_folder: ClassVar[str] = "tokenizer"
+    """Folder of the tokenizer that counts a caption's tokens."""
     text_postprocessors: ClassVar[Mapping[str, Any]] = {}
     """Diffusers classes that process captions after the text encoder, by the name of their folder."""
 
@@ -246,13 +262,26 @@ class Encoders(ABC):
 
     def load_text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
         """Load the stock pipeline with only its text encoder, so that `encode_prompt` works as in sampling."""
-        # Without transformer and VAE, only the text encoder and the tokenizer are loaded.
-        components: dict[str, Any] = {"transformer": None, "vae": None}
-        return self.info.load_partial_pipeline(dtype=dtype, use_safetensors=True, **components).to(device)
+        return self._load_text_pipeline(dtype, device)
 
-    @abstractmethod
+    def _load_text_pipeline(self, dtype: torch.dtype, device: torch.device, **components: Any) -> Any:
+        """`load_text_pipeline` with these components; None leaves one out, as the transformer and the VAE are."""
+        components = {"transformer": None, "vae": None, "dtype": dtype, "use_safetensors": True, **components}
+        return self.info.load_partial_pipeline(**components).to(device)
+
+    def load_tokenizer(self) -> Any:
+        """Load the tokenizer of `tokenizer_folder`."""
+        # Import here: Transformers takes seconds to import.
+        from transformers import AutoTokenizer
+
+        return load_pretrained(AutoTokenizer, self.info.path / self.tokenizer_folder)
+
     def load_text_limit(self) -> TextLimit | None:
-        """Load the tokenizer and the caption's token limit. None if samples have classes instead of captions."""
+        """Load the tokenizer and the caption's token limit, by default `text_tokens`.
+
+        None if samples have classes instead of captions.
+        """
+        return TextLimit(self.load_tokenizer(), self.info.text_tokens)
 
     def list_caption_warnings(self, captions: Iterable[str]) -> list[str]:
         """Messages about captions that the pipeline would encode differently, printed when a run begins."""
@@ -269,13 +298,13 @@ class Encoders(ABC):
         Caption dropout replaces a caption with "".
         """
 
-    @abstractmethod
     def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
         """Encode a clip, uint8 (frames, 3, height, width), or an image of one frame, without gradients.
 
-        The tensors include `latent_mean`, and `latent_logvar` if the VAE gives a posterior. `encode_picture` and
-        `encode_video` of `families.latents` suit most VAEs.
+        The tensors include `latent_mean`, and `latent_logvar` if the VAE gives a posterior. The default suits most
+        video VAEs, and `encode_picture` of `families.latents` most VAEs of images.
         """
+        return encode_video(vae, pixels)
 
     def load_vae(self, dtype: torch.dtype, device: torch.device, memory: VaeMemory) -> Any:
         """Load the VAE for `load_video_encoder`, in fp32 with `has_fp32_vae`."""
@@ -410,6 +439,8 @@ class Sampler(ABC):
     info: CheckpointInfo
     output_field: ClassVar[str] = "frames"
     """The field of the pipeline's output: `frames` for videos, or `images`."""
+    frames_argument: ClassVar[str | None] = None
+    """The pipeline's argument for the number of frames, such as `num_frames`. None for images."""
     guidance_batch_size: ClassVar[int] = 2
     """Batch size of one transformer call when a single video is sampled with guidance."""
     num_guidance_transformers: ClassVar[int] = 0
@@ -449,11 +480,8 @@ class Sampler(ABC):
         if not text:
             # Diffusers warns about a component that the pipeline does not have.
             parameters = inspect.signature(self.info.pipeline_class.__init__).parameters
-            init_kwargs |= {name: None for name in ("text_encoder", "tokenizer") if name in parameters}
-        init_kwargs = {**self.info.pipeline_components(), **init_kwargs}
-        return load_pretrained(
-            self.info.pipeline_class, self.info.path, dtype=dtypes, use_safetensors=True, **init_kwargs
-        )
+            init_kwargs |= {name: None for name in TEXT_COMPONENTS if name in parameters}
+        return self.info.load_partial_pipeline(dtype=dtypes, use_safetensors=True, **init_kwargs)
 
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         """Arguments of the stock pipeline for a prompt; by default tensors have the names of its arguments.
@@ -468,7 +496,8 @@ class Sampler(ABC):
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         """Arguments of the stock pipeline for the sample's shape, and those that every call needs."""
-        return {"height": shape.height, "width": shape.width}
+        frames = {} if self.frames_argument is None else {self.frames_argument: shape.frames}
+        return {**frames, "height": shape.height, "width": shape.width}
 
     def sampling_kwargs(self, sampling: Sampling) -> dict[str, Any]:
         """Further pipeline arguments for these sampling settings. They override those of `shape_kwargs`."""
@@ -520,6 +549,12 @@ class Checkpoint:
     encoders: Encoders
     denoiser: Denoiser
     sampler: Sampler
+
+    @classmethod
+    def from_denoiser(cls, denoiser: Denoiser, encoders: type[Encoders], sampler: type[Sampler]) -> Self:
+        """Checkpoint of a denoiser and of these classes of encoders and sampler, which share the denoiser's info."""
+        info = denoiser.info
+        return cls(info=info, encoders=encoders(info=info), denoiser=denoiser, sampler=sampler(info=info))
 
     @property
     def path(self) -> Path:

@@ -9,7 +9,6 @@ Shapes: B batch, T text tokens, D text width.
 import html
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +16,7 @@ import torch
 from diffusers.utils import is_ftfy_available
 from torch import nn
 
-from dit_lora.environment.pretrained import load_pretrained
-from dit_lora.families.base import Tensors, TextEncoder, TextLimit
+from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit
 from dit_lora.numerics.streams import move_to_device
 
 MASKED_BIAS = -10000.0
@@ -80,6 +78,20 @@ def make_padded_encoder(pipeline: Any, num_tokens: int, device: torch.device) ->
     return encode
 
 
+def get_caption_spec(
+    num_tokens: int,
+    width: int,
+    dtype: torch.dtype,
+    mask_name: str = "prompt_attention_mask",
+    mask_dtype: torch.dtype = torch.bool,
+) -> TensorSpec:
+    """Shapes and dtypes of one caption's padded embeddings and mask, for `Encoders.text_spec`."""
+    return {
+        "prompt_embeds": (torch.Size((num_tokens, width)), dtype),
+        mask_name: (torch.Size((num_tokens,)), mask_dtype),
+    }
+
+
 def list_missing_ftfy_warnings(captions: Iterable[str], model: str) -> list[str]:
     """Message if ftfy is missing and these captions may hold what the model's pipeline would clean with it."""
     if is_ftfy_available():
@@ -88,18 +100,6 @@ def list_missing_ftfy_warnings(captions: Iterable[str], model: str) -> list[str]
     if all(caption.isascii() and html.unescape(caption) == caption for caption in captions):
         return []
     return [f"captions: ftfy is missing; pip install ftfy to clean them as {model}'s pipeline does"]
-
-
-def load_text_limit(path: Path, max_tokens: int | None = None, *, folder: str = "tokenizer") -> TextLimit:
-    """Load a checkpoint's tokenizer from this folder, with the caption's token limit.
-
-    Without `max_tokens`, the limit is the tokenizer's.
-    """
-    # Import here: Transformers takes seconds to import.
-    from transformers import AutoTokenizer
-
-    tokenizer = load_pretrained(AutoTokenizer, path / folder)
-    return TextLimit(tokenizer, max_tokens or tokenizer.model_max_length)
 
 
 def compute_caption_token_limit(pipeline_class: Any, tokenizer: Any, max_tokens: int, **arguments: Any) -> TextLimit:
@@ -164,6 +164,21 @@ def build_text_attention_bias(mask: torch.Tensor, embeddings: torch.Tensor) -> t
     # (B, T), then (B, 1, T) for all queries.
     bias = torch.where(is_text, 0.0, MASKED_BIAS).to(embeddings.dtype)
     return move_to_device(bias[:, None], embeddings.device)
+
+
+def get_unpadded_kwargs(prompt: Tensors, empty_prompt: Tensors | None) -> dict[str, Any]:
+    """Arguments of pipelines that take a list of embeddings (length, D) without padding, one per caption.
+
+    Args:
+        prompt: `prompt_embeds` (B, T, D) and `prompt_attention_mask` (B, T).
+        empty_prompt: The same of "", of one caption or as many. None without guidance.
+    """
+    captions = unpad_captions(prompt["prompt_embeds"], prompt["prompt_attention_mask"])
+    arguments: dict[str, Any] = {"prompt_embeds": captions}
+    if empty_prompt:
+        empty = unpad_captions(empty_prompt["prompt_embeds"], empty_prompt["prompt_attention_mask"])
+        arguments["negative_prompt_embeds"] = empty * (len(captions) // len(empty))
+    return arguments
 
 
 def unpad_captions(embeddings: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:

@@ -39,10 +39,12 @@ class Family:
     """
 
     name: str
-    checkpoint_module: str
-    """Module with `open_checkpoint`, imported when a checkpoint is opened."""
-    tiny_module: str
-    """Module with `build_tiny_checkpoint`, imported when a tiny checkpoint is built."""
+    checkpoint_module: str = ""
+    """Module with `open_checkpoint`, imported when a checkpoint is opened. Default:
+    `dit_lora.families.<name>.checkpoint`."""
+    tiny_module: str = ""
+    """Module with `build_tiny_checkpoint`, imported when a tiny checkpoint is built. Default:
+    `dit_lora.families.<name>.tiny`."""
     lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
     """Default names of the linear layers that get an adapter, matched as in PEFT. The default is Diffusers' attention.
     """
@@ -58,6 +60,12 @@ class Family:
     """True if the model may pass a mask to PyTorch's attention."""
     directly_called_modules: tuple[str, ...] = ()
     """Submodules of blocks that the model also calls directly, outside their block."""
+
+    def __post_init__(self) -> None:
+        for module in ("checkpoint", "tiny"):
+            if not getattr(self, f"{module}_module"):
+                # The class is frozen.
+                object.__setattr__(self, f"{module}_module", f"dit_lora.families.{self.name}.{module}")
 
     def build_tiny_checkpoint(self, variant: str, folder: "Path", seed: int) -> None:
         """Write a complete random checkpoint that is small enough for tests. Equal seeds give equal bytes."""
@@ -109,7 +117,8 @@ class DiffusionFamily(Family):
                 trained.
 
         Raises:
-            DitLoraError: The checkpoint belongs to another family, or cannot train as the recipe asks.
+            DitLoraError: The checkpoint has a pipeline, scheduler, objective or task that the family does not train,
+                parts that do not fit together, or missing or damaged files; or it cannot train as the recipe asks.
         """
         stored: Checkpoint = importlib.import_module(self.checkpoint_module).open_checkpoint(self, model)
         # An adapter's changes (added classes, another task) come before the recipe, which is checked against them.

@@ -4,7 +4,6 @@ Shapes: B batch, C latent channels, F latent frames, H and W latent size.
 """
 
 import math
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +19,7 @@ from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.config.timesteps import TimestepsConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Denoiser, TensorMap
-from dit_lora.families.latents import compute_loss_weights
+from dit_lora.families.latents import compute_loss_weights, normalize_latents, sample_posterior
 from dit_lora.families.opening import read_component_config
 from dit_lora.numerics.noise_levels import LOGIT_NORMAL, NoiseLevelDistribution
 from dit_lora.numerics.objectives import FlowMatching, LossOutput, compute_mean_squared_error
@@ -101,17 +100,36 @@ class FlowDenoiser(Denoiser):
         """Random tensors of a training step: noise, noise levels (`timestep`) and the posterior's noise, if any."""
         size = batch["latent_mean"].shape[1:]
         shift = self.compute_shift(size)
+        # The network's latents may be packed; the meta device gives their shape without any values.
+        packed_size = self._pack_tokens(torch.empty(batch["latent_mean"].shape, device="meta")).shape[1:]
         noise_draws: DrawFunctions = {
-            "noise": partial(draw_normal_noise, size),
+            "noise": partial(draw_normal_noise, packed_size),
             "timestep": lambda rows: self.objective.compute_sigmas(draw_normal_noise((), rows), shift),
         }
         # A batch with logvar has a posterior to sample from; otherwise latents are used as they are.
         posterior = {"posterior": partial(draw_normal_noise, size)} if "latent_logvar" in batch else {}
         return {**posterior, **noise_draws, **self.conditioning.get_random_input_samplers(batch)}
 
-    @abstractmethod
     def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """Clean training latents of a cached batch, fp32, as the network sees them without noise."""
+        """Clean training latents of a cached batch, fp32, as the network sees them without noise.
+
+        They are sampled from the posterior, if the VAE has one, normalised and packed: the inverse of decoding.
+        Latents that are given as conditioning are in their place.
+        """
+        latents = batch["latent_mean"].float()
+        # Without a posterior, every epoch uses the same latents.
+        if "latent_logvar" in batch:
+            latents = sample_posterior(latents, batch["latent_logvar"], random_tensors["posterior"])
+        packed = self._pack_tokens(self._scale_latents(latents, batch))
+        return self.conditioning.insert_clean_latents(packed, batch, random_tensors)
+
+    def _scale_latents(self, latents: torch.Tensor, batch: TensorMap) -> torch.Tensor:
+        """Normalise the VAE's latents (B, C, ...) for the network, by default with the numbers in the VAE's config."""
+        return normalize_latents(latents, self.info.vae_config)
+
+    def _pack_tokens(self, latents: torch.Tensor) -> torch.Tensor:
+        """Latents (B, C, ...) in the shape that the network takes, such as tokens (B, S, P). By default unchanged."""
+        return latents
 
     def losses(self, transformer: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput:
         """Velocity loss of each sample at random noise levels. Noising, target and loss are in fp32."""
@@ -134,7 +152,10 @@ class FlowDenoiser(Denoiser):
 
     def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
         """Loss weights from the data's masks, broadcastable to `clean_latents`; None without masks."""
-        return compute_loss_weights(batch, self.mask_floor, batch["latent_mean"])
+        latents = batch["latent_mean"]
+        weights = compute_loss_weights(batch, self.mask_floor, latents)
+        # Expanded to all channels and frames first, so that every packed value has its weight.
+        return None if weights is None else self._pack_tokens(weights.expand_as(latents))
 
     def _loss_weights(self, batch: TensorMap, conditioning_mask: torch.Tensor | None) -> torch.Tensor | None:
         masked = self.compute_mask_loss_weights(batch)

@@ -6,7 +6,6 @@ Shapes: B batch, C latent channels, F latent frames, H and W latent size, S imag
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from dit_lora.config.data import DataConfig
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.references import get_reference_latents
-from dit_lora.numerics.streams import DrawFunctions, draw_normal_noise, move_to_device
+from dit_lora.numerics.streams import move_to_device
 
 LOSS_MASK = "loss_mask"
 """Key of the mask in a batch, fp32 (B, H, W) from 0 to 1. Only data with masks has it."""
@@ -135,17 +134,17 @@ def encode_picture(vae: Any, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"latent_mean": posterior.mean[0], "latent_logvar": posterior.logvar[0]}
 
 
-def shift_and_scale_latents(latents: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Tensor:
-    """Shift and scale latents: the inverse of what pipelines with Stable Diffusion 3's VAE do before decoding."""
-    shifted = latents - vae_config["shift_factor"]
-    return shifted * vae_config["scaling_factor"]
-
-
 def normalize_latents(latents: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Tensor:
-    """Normalise latents (B, C, F, H, W) per channel: the inverse of what pipelines with Wan's autoencoder do."""
-    # Each is (C,), as (1, C, 1, 1, 1) to broadcast over batch, frames, height and width.
+    """Normalise latents (B, C, ...): the inverse of what pipelines do before decoding.
+
+    The VAE's config has a mean and a deviation for each channel, or a scale and for some VAEs a shift.
+    """
+    if vae_config.get("latents_mean") is None:
+        shift = vae_config.get("shift_factor")
+        return (latents if shift is None else latents - shift) * vae_config["scaling_factor"]
+    # Each is (C,), as (1, C, 1, ...) to broadcast over batch, frames, height and width.
     mean, deviation = (
-        move_to_device(torch.tensor(vae_config[name]), latents.device).view(1, -1, 1, 1, 1)
+        move_to_device(torch.tensor(vae_config[name]), latents.device).view(1, -1, *[1] * (latents.ndim - 2))
         for name in ("latents_mean", "latents_std")
     )
     return (latents - mean) / deviation
@@ -161,16 +160,6 @@ def compute_token_grid(latents: torch.Tensor) -> tuple[int, int]:
     """Rows and columns of the token grid of image latents (..., H, W)."""
     height, width = latents.shape[-2:]
     return height // PACK_SIZE, width // PACK_SIZE
-
-
-def make_packed_noise_samplers(latents: torch.Tensor) -> DrawFunctions:
-    """The noise (S, P) of each sample of latents (B, C, ..., H, W) of one frame.
-
-    For `Denoiser.get_random_input_samplers`.
-    """
-    # Latents of a video VAE have a frame dimension of size 1 between channels and height.
-    rows, columns = compute_token_grid(latents)
-    return {"noise": partial(draw_normal_noise, (rows * columns, PACK_SIZE**2 * latents.shape[1]))}
 
 
 def append_references(
@@ -205,13 +194,3 @@ def compute_loss_weights(
     weights = min_weight + (1 - min_weight) * mask
     # (B, H, W) -> (B, 1, ..., 1, H, W), with as many dimensions as `latents`.
     return weights.view(len(mask), *[1] * (latents.ndim - 3), *mask.shape[-2:])
-
-
-def compute_packed_loss_weights(
-    batch: Mapping[str, torch.Tensor], min_weight: float, pack_latents: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor | None:
-    """Loss weights of a batch's masked latents, packed into tokens like the latents. None for data without masks."""
-    latents = batch["latent_mean"]
-    weights = compute_loss_weights(batch, min_weight, latents)
-    # Expanded to all channels and frames first, so that every packed value has its weight.
-    return None if weights is None else pack_latents(weights.expand_as(latents))

@@ -35,7 +35,7 @@ def read_checkpoint(
     model: ModelConfig,
     pipelines: Sequence[str],
     *,
-    weights: Sequence[str] | None,
+    weights: Sequence[str] | None = ("vae", "text_encoder"),
     transformer_class: Any = None,
     vae_class: Any = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -10,22 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-import torch
 from diffusers import AutoencoderKLQwenImage
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import CheckpointInfo, Encoders, TensorMap, Tensors
+from dit_lora.families.base import CheckpointInfo, Encoders
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import read_flow_scheduler, require_min_steps
-from dit_lora.families.latents import (
-    PACK_SIZE,
-    encode_video,
-    normalize_latents,
-    sample_posterior,
-)
-from dit_lora.families.opening import get_call_default, read_checkpoint
+from dit_lora.families.latents import PACK_SIZE
+from dit_lora.families.opening import read_checkpoint
 from dit_lora.families.refusals import image_frames_errors, side_errors
 
 
@@ -49,29 +43,11 @@ class QwenLatentsInfo(CheckpointInfo):
         require_min_steps(self.scheduler, recipe.validation.inference_steps, "validation.inference_steps")
         return super().copy_with_recipe_settings(recipe, training_options)
 
-    @property
-    def text_tokens(self) -> int:
-        """Number of tokens of every caption, including padding: the default of the stock pipeline."""
-        return get_call_default(self.pipeline_class, "max_sequence_length")
-
 
 @dataclass(frozen=True, kw_only=True)
 class QwenLatentsEncoders(Encoders):
     vae_class: ClassVar[Any] = AutoencoderKLQwenImage
     transform = "qwen-latents-1: pixels / 127.5 - 1, posterior mean and logvar of one frame, fp32"
-
-    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
-        # The video VAE gives the posterior of one frame, (C, 1, H, W).
-        return encode_video(vae, pixels)
-
-
-def sample_normalized_latents(
-    batch: TensorMap, random_tensors: TensorMap, vae_config: Mapping[str, Any]
-) -> torch.Tensor:
-    """Latents sampled from the posterior and normalised, (B, C, 1, H, W): the inverse of decoding, before packing."""
-    # Sampled in every step: the cache holds the posterior, not one sample of it.
-    latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
-    return normalize_latents(latents, vae_config)
 
 
 def read_qwen_latents_checkpoint(
@@ -94,11 +70,7 @@ def read_qwen_latents_checkpoint(
         pack_size: Side of the square of latents that becomes one token.
     """
     index, fields = read_checkpoint(
-        model,
-        family.pipeline_names,
-        weights=("vae", "text_encoder"),
-        transformer_class=transformer_class,
-        vae_class=vae_class,
+        model, family.pipeline_names, transformer_class=transformer_class, vae_class=vae_class
     )
     scheduler = read_flow_scheduler(model, fields["path"])
     # A token holds all channels of a square of latents.

@@ -1,12 +1,11 @@
 """Converts OpenDiT's VDiT checkpoints, by tensor name, to `VideoDiTTransformer3DModel`.
 
-Names are those that OpenDiT v1.0.0 saves (opendit/models/dit.py). Every tensor is converted, passed on, or compared
+Names are those that OpenDiT v1.0.0 saves (opendit/models/dit.py). Every tensor is converted, left out, or compared
 with the values it is computed from; any other tensor is an error.
 """
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import isqrt
 from typing import Any
 
@@ -52,22 +51,11 @@ _QKV_NAMES = ("attn.to_q", "attn.to_k", "attn.to_v")
 _BLOCK_TENSOR = re.compile(r"blocks\.(\d+)\.(.+)\.(weight|bias)")
 
 
-@dataclass(frozen=True)
-class ConvertedOpenDiT:
-    """Result of converting an OpenDiT state dict: tensors by model component."""
+def convert_opendit(state_dict: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> Tensors:
+    """Convert an OpenDiT VDiT state dict to that of `VideoDiTTransformer3DModel.from_config(config)`.
 
-    transformer: Tensors
-    """Tensors for a strict `load_state_dict` of the requested model."""
-    text_encoder: Tensors
-    """CLIP's tensors, by transformers' names; empty for a class-conditional model. OpenDiT never trains them."""
-    position_tables: tuple[str, ...]
-    """Names of position tables, which the model computes: they are compared and dropped."""
-
-
-def convert_opendit(state_dict: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> ConvertedOpenDiT:
-    """Convert an OpenDiT VDiT state dict to tensors of `VideoDiTTransformer3DModel.from_config(config)`.
-
-    Dtypes stay. The fused qkv is split by rows: queries, keys, values.
+    Dtypes stay. The fused qkv is split by rows: queries, keys, values. Left out are the text encoder, CLIP, which
+    OpenDiT never trains, and position tables, which the model computes; the tables are compared.
 
     Raises:
         DitLoraError: Lists every tensor that is unknown, missing, of another shape or not finite, and position tables
@@ -77,14 +65,12 @@ def convert_opendit(state_dict: Mapping[str, torch.Tensor], config: Mapping[str,
     with torch.device("meta"):
         model = VideoDiTTransformer3DModel.from_config(dict(config))
     converted: Tensors = {}
-    clip: Tensors = {}
-    recomputed, problems = [], []
+    problems: list[str] = []
     for name, tensor in state_dict.items():
+        # OpenDiT saves the frozen text encoder with its model.
         if name.startswith(CLIP_PREFIX):
-            # OpenDiT saves the frozen text encoder with its model.
-            clip[name.removeprefix(CLIP_PREFIX)] = tensor
-        elif name in ("pos_embed_spatial", "pos_embed_temporal"):
-            recomputed.append(name)
+            continue
+        if name in ("pos_embed_spatial", "pos_embed_temporal"):
             problems += _position_table_errors(name, tensor, model)
         else:
             parts = dict(_convert_tensor(name, tensor))
@@ -107,7 +93,7 @@ def convert_opendit(state_dict: Mapping[str, torch.Tensor], config: Mapping[str,
             problems.append(f"{name}: {count} of {tensor.numel()} values are not finite")
     if problems:
         raise DitLoraError(format_list("this is not an OpenDiT VDiT of that config", problems))
-    return ConvertedOpenDiT(converted, clip, tuple(recomputed))
+    return converted
 
 
 def infer_opendit_config(state_dict: Mapping[str, torch.Tensor], heads: int | None = None) -> dict[str, Any]:

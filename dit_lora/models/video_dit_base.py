@@ -61,7 +61,7 @@ def write_base(
     with torch.device("meta"):
         model: Any = VideoDiTTransformer3DModel.from_config({**condition, **(config or {})})
     # Without weights, only the transformer's config is written, for training from scratch.
-    weights = convert_opendit(state_dict, model.config).transformer if state_dict else None
+    weights = convert_opendit(state_dict, model.config) if state_dict else None
     pipeline: Any = VideoDiTPipeline(
         # The transformer is written below, with weights or only its config.
         transformer=None,  # type: ignore[arg-type]

@@ -30,8 +30,6 @@ _COMFYUI_NAMES = {
 
 FAMILY = DiffusionFamily(
     name="anima",
-    checkpoint_module="dit_lora.families.anima.checkpoint",
-    tiny_module="dit_lora.families.anima.tiny",
     # The default targets are also SimpleTuner's (simpletuner/helpers/models/anima/model.py): attention of all blocks.
     group_patterns={
         "connector": ("patch_embed.*", "time_embed.*", "norm_out.*", "proj_out.*"),

@@ -23,13 +23,13 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families.anima.mask_resize import provide_mask_resize
-from dit_lora.families.base import Checkpoint, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit
-from dit_lora.families.captions import load_text_limit, make_caption_encoder
+from dit_lora.families.base import Checkpoint, TensorMap, Tensors, TensorSpec, TextEncoder
+from dit_lora.families.captions import make_caption_encoder
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser, read_flow_scheduler
 from dit_lora.families.modular import ModularSampler
 from dit_lora.families.opening import fill_config_defaults, read_checkpoint, read_component_config
-from dit_lora.families.qwen_latents import QwenLatentsEncoders, QwenLatentsInfo, sample_normalized_latents
+from dit_lora.families.qwen_latents import QwenLatentsEncoders, QwenLatentsInfo
 from dit_lora.families.refusals import image_frames_errors, position_limit_errors, side_errors
 from dit_lora.numerics.objectives import FlowMatching
 
@@ -50,6 +50,7 @@ class AnimaInfo(QwenLatentsInfo):
     text_rows: int
     """Length T of every caption's embeddings: the text conditioner appends zeros, which the transformer attends to."""
     pipeline_class: ClassVar[Any] = AnimaModularPipeline
+    text_tokens: ClassVar[int] = MAX_TEXT_TOKENS
 
     @property
     def size_multiple(self) -> int:
@@ -70,11 +71,9 @@ class AnimaInfo(QwenLatentsInfo):
 @dataclass(frozen=True, kw_only=True)
 class AnimaEncoders(QwenLatentsEncoders):
     info: AnimaInfo
+    # Its tokens are the rows of the embeddings. Qwen3 has the same limit.
+    tokenizer_folder = "t5_tokenizer"
     text_postprocessors: ClassVar[Mapping[str, Any]] = {"text_conditioner": AnimaTextConditioner}
-
-    def load_text_limit(self) -> TextLimit:
-        """Load T5's tokenizer, whose tokens are the rows of the embeddings. Qwen3's has the same limit."""
-        return load_text_limit(self.info.path, MAX_TEXT_TOKENS, folder="t5_tokenizer")
 
     def text_cache_key(self) -> Mapping[str, Any]:
         parts = {name: self.info.path / name for name in ("t5_tokenizer", "text_conditioner")}
@@ -113,10 +112,6 @@ class AnimaDenoiser(FlowDenoiser):
     info: AnimaInfo
     transformer_class: ClassVar[Any] = CosmosTransformer3DModel
 
-    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """Anima's clean training latents: sampled from the posterior and normalized. It is the inverse of decoding."""
-        return sample_normalized_latents(batch, random_tensors, self.info.vae_config)
-
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
@@ -141,10 +136,7 @@ class AnimaSampler(ModularSampler):
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs of an Anima checkpoint.
-
-    Raises `DitLoraError` for another pipeline or scheduler, parts that do not fit, or broken weight files.
-    """
+    """Read the configs of an Anima checkpoint. Raises as `DiffusionFamily.open` does."""
     _, fields = read_checkpoint(
         model,
         family.pipeline_names,
@@ -162,12 +154,8 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     _require_matching_parts(model, fields["transformer_config"], fields["vae_config"], conditioner)
     objective = FlowMatching(TRAINING_SHIFT, scheduler["num_train_timesteps"])
     info = AnimaInfo(**fields, scheduler=scheduler, text_rows=conditioner["min_sequence_length"])
-    return Checkpoint(
-        info=info,
-        encoders=AnimaEncoders(info=info),
-        denoiser=AnimaDenoiser(info=info, objective=objective),
-        sampler=AnimaSampler(info=info),
-    )
+    denoiser = AnimaDenoiser(info=info, objective=objective)
+    return Checkpoint.from_denoiser(denoiser, AnimaEncoders, AnimaSampler)
 
 
 def _require_matching_parts(

@@ -4,8 +4,6 @@ from dit_lora.families.family import ChatFamily, License
 
 FAMILY = ChatFamily(
     name="chat",
-    checkpoint_module="dit_lora.families.chat.checkpoint",
-    tiny_module="dit_lora.families.chat.tiny",
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     lora_parent_modules=("language_model", "text_model"),  # `text_model` is SmolVLM's
     group_patterns={

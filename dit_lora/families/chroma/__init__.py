@@ -2,26 +2,11 @@
 
 from dit_lora.adapters.layer_names import LayerNames
 from dit_lora.families.family import DiffusionFamily, License
+from dit_lora.families.flux import FAMILY as FLUX
 
 FAMILY = DiffusionFamily(
     name="chroma",
-    checkpoint_module="dit_lora.families.chroma.checkpoint",
-    tiny_module="dit_lora.families.chroma.tiny",
-    # FLUX.1's targets: attention of both kinds of blocks, and both streams' feed-forward.
-    lora_targets=(
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-        "ff.net.0.proj",
-        "ff.net.2",
-        "ff_context.net.0.proj",
-        "ff_context.net.2",
-    ),
+    lora_targets=FLUX.lora_targets,
     group_patterns={
         # `distilled_guidance_layer` computes the modulation of all blocks.
         "connector": ("x_embedder.*", "context_embedder.*", "distilled_guidance_layer.*", "proj_out.*"),

@@ -20,32 +20,15 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
-from dit_lora.families.base import (
-    Checkpoint,
-    Encoders,
-    Sampler,
-    TensorMap,
-    Tensors,
-    TensorSpec,
-    TextEncoder,
-    TextLimit,
-)
-from dit_lora.families.captions import load_text_limit, make_caption_encoder, trim_text_padding
+from dit_lora.families.base import Checkpoint, Encoders, Sampler, TensorMap, Tensors, TensorSpec, TextEncoder
+from dit_lora.families.captions import get_caption_spec, make_caption_encoder, trim_text_padding
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser, build_flow_matching, compute_mu, read_flow_scheduler
 from dit_lora.families.flux.checkpoint import FluxInfo, build_transformer_arguments, pack_latents
-from dit_lora.families.latents import (
-    PACK_SIZE,
-    compute_packed_loss_weights,
-    compute_token_grid,
-    encode_picture,
-    make_packed_noise_samplers,
-    sample_posterior,
-    shift_and_scale_latents,
-)
+from dit_lora.families.latents import PACK_SIZE, compute_token_grid, encode_picture
 from dit_lora.families.opening import read_checkpoint
 from dit_lora.families.refusals import image_frames_errors, is_named_distilled, side_errors
-from dit_lora.numerics.streams import DrawFunctions, move_to_device
+from dit_lora.numerics.streams import move_to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,18 +59,11 @@ class ChromaEncoders(Encoders):
     vae_class = AutoencoderKL
     transform = "chroma-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
 
-    def load_text_limit(self) -> TextLimit:
-        return load_text_limit(self.info.path, self.info.text_tokens)
-
     def text_cache_key(self) -> Mapping[str, Any]:
         return {**super().text_cache_key(), "tokens": self.info.text_tokens}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
-        size = (self.info.text_tokens, self.info.transformer_config["joint_attention_dim"])
-        return {
-            "prompt_embeds": (torch.Size(size), dtype),
-            "prompt_attention_mask": (torch.Size(size[:1]), torch.bool),
-        }
+        return get_caption_spec(self.info.text_tokens, self.info.transformer_config["joint_attention_dim"], dtype)
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load T5 as Chroma's pipeline uses it: padding is masked, and the mask keeps one pad behind the caption."""
@@ -120,16 +96,8 @@ class ChromaDenoiser(FlowDenoiser):
         # Packing makes one token of 2 x 2 latents.
         return compute_mu(self.info.scheduler, size[-2] * size[-1] // PACK_SIZE**2)
 
-    def get_random_input_samplers(self, batch: TensorMap) -> DrawFunctions:
-        return {**super().get_random_input_samplers(batch), **make_packed_noise_samplers(batch["latent_mean"])}
-
-    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """Chroma's clean training latents: sampled from the posterior, normalized and packed, (B, S, P)."""
-        latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
-        return pack_latents(shift_and_scale_latents(latents, self.info.vae_config))
-
-    def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
-        return compute_packed_loss_weights(batch, self.mask_floor, pack_latents)
+    def _pack_tokens(self, latents: torch.Tensor) -> torch.Tensor:
+        return pack_latents(latents)
 
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
@@ -205,17 +173,8 @@ def _cut_caption(text: Tensors) -> Tensors:
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs of a Chroma checkpoint.
-
-    Raises `DitLoraError` for another pipeline or scheduler, or broken weight files.
-    """
-    _, fields = read_checkpoint(
-        model, family.pipeline_names, weights=("vae", "text_encoder"), transformer_class=ChromaTransformer2DModel
-    )
+    """Read the configs of a Chroma checkpoint. Raises as `DiffusionFamily.open` does."""
+    _, fields = read_checkpoint(model, family.pipeline_names, transformer_class=ChromaTransformer2DModel)
     info = ChromaInfo(**fields, scheduler=read_flow_scheduler(model, fields["path"]))
-    return Checkpoint(
-        info=info,
-        encoders=ChromaEncoders(info=info),
-        denoiser=ChromaDenoiser(info=info, objective=build_flow_matching(info.scheduler)),
-        sampler=ChromaSampler(info=info),
-    )
+    denoiser = ChromaDenoiser(info=info, objective=build_flow_matching(info.scheduler))
+    return Checkpoint.from_denoiser(denoiser, ChromaEncoders, ChromaSampler)

@@ -8,8 +8,6 @@ _LICENSE = License("other", "cogvideox-license", "https://huggingface.co/THUDM/C
 
 FAMILY = DiffusionFamily(
     name="cogvideox",
-    checkpoint_module="dit_lora.families.cogvideox.checkpoint",
-    tiny_module="dit_lora.families.cogvideox.tiny",
     # The default targets are those of CogVideo's and Diffusers' own trainers (finetune/schemas/args.py).
     group_patterns={
         "connector": (

@@ -28,17 +28,9 @@ _INFO_CLASSES = {kind.pipeline_class.__name__: kind for kind in (CogVideoXInfo, 
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs of a CogVideoX checkpoint.
-
-    Raises `DitLoraError` for another pipeline or objective, or channels that do not fit.
-    """
+    """Read the configs of a CogVideoX checkpoint. Raises as `DiffusionFamily.open` does."""
     # Version 1.0's files lack options that were added later.
-    index, fields = read_checkpoint(
-        model,
-        family.pipeline_names,
-        weights=("vae", "text_encoder"),
-        transformer_class=CogVideoXTransformer3DModel,
-    )
+    index, fields = read_checkpoint(model, family.pipeline_names, transformer_class=CogVideoXTransformer3DModel)
     kind, vae = _INFO_CLASSES[index["_class_name"]], fields["vae_config"]
     # Diffusers would ignore an unknown option with a warning.
     options = fill_config_defaults(CogVideoXTransformer3DModel, {})
@@ -58,20 +50,10 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     info = kind(**fields)
     # Both tasks share the denoiser and the sampler.
     if not isinstance(info, CogVideoXImageInfo):
-        return Checkpoint(
-            info=info,
-            encoders=CogVideoXEncoders(info=info),
-            denoiser=CogVideoXDenoiser(info=info, objective=objective),
-            sampler=CogVideoXSampler(info=info),
-        )
-    return Checkpoint(
-        info=info,
-        encoders=CogVideoXImageEncoders(info=info),
-        denoiser=CogVideoXDenoiser(
-            info=info, objective=objective, conditioning=ImageChannelConditioning(vae_config=vae)
-        ),
-        sampler=CogVideoXSampler(info=info),
-    )
+        denoiser = CogVideoXDenoiser(info=info, objective=objective)
+        return Checkpoint.from_denoiser(denoiser, CogVideoXEncoders, CogVideoXSampler)
+    denoiser = CogVideoXDenoiser(info=info, objective=objective, conditioning=ImageChannelConditioning(vae_config=vae))
+    return Checkpoint.from_denoiser(denoiser, CogVideoXImageEncoders, CogVideoXSampler)
 
 
 def _require_channels(

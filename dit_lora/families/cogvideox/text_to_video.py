@@ -18,24 +18,10 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
-from dit_lora.families.base import (
-    CheckpointInfo,
-    Denoiser,
-    Encoders,
-    Sampler,
-    TensorMap,
-    Tensors,
-    TensorSpec,
-    TextEncoder,
-    TextLimit,
-)
-from dit_lora.families.captions import load_text_limit, make_padded_encoder
+from dit_lora.families.base import CheckpointInfo, Denoiser, Encoders, Sampler, TensorMap, TensorSpec, TextEncoder
+from dit_lora.families.captions import make_padded_encoder
 from dit_lora.families.discrete_timesteps import DiscreteTimesteps
-from dit_lora.families.latents import (
-    compute_loss_weights,
-    encode_video,
-    sample_posterior,
-)
+from dit_lora.families.latents import compute_loss_weights, sample_posterior
 from dit_lora.families.refusals import frame_count_errors, side_errors
 from dit_lora.numerics.objectives import LossOutput, VPrediction, compute_mean_squared_error
 from dit_lora.numerics.streams import DrawFunctions, RandomStreams, draw_normal_noise
@@ -109,9 +95,6 @@ class CogVideoXEncoders(Encoders):
     has_fp32_vae = False
     transform = "cogvideox-1: pixels / 127.5 - 1, posterior mean and logvar"
 
-    def load_text_limit(self) -> TextLimit:
-        return load_text_limit(self.info.path, self.info.text_tokens)
-
     def text_cache_key(self) -> Mapping[str, Any]:
         return {**super().text_cache_key(), "tokens": self.info.text_tokens}
 
@@ -122,9 +105,6 @@ class CogVideoXEncoders(Encoders):
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load T5 as CogVideoX's pipeline uses it: padded to `max_text_seq_length`, without an attention mask."""
         return make_padded_encoder(self.load_text_pipeline(dtype, device), self.info.text_tokens, device)
-
-    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
-        return encode_video(vae, pixels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,11 +231,7 @@ class CogVideoXSampler(Sampler):
     """CogVideoX's pipeline arguments, for text-to-video and image-to-video."""
 
     info: CogVideoXInfo
+    frames_argument = "num_frames"
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
-        return {
-            "num_frames": shape.frames,
-            "height": shape.height,
-            "width": shape.width,
-            "max_sequence_length": self.info.text_tokens,
-        }
+        return {**super().shape_kwargs(shape), "max_sequence_length": self.info.text_tokens}

@@ -14,6 +14,7 @@ from diffusers import (
 )
 
 from dit_lora.families.tiny.text import TEXT_WIDTH, build_t5_encoder, build_t5_tokenizer
+from dit_lora.families.tiny.vae import narrow_posterior
 
 _LATENT_CHANNELS = 4
 _ROTARY_CONFIG = {"use_rotary_positional_embeddings": True}
@@ -86,15 +87,8 @@ def _build_vae(scaling_factor: float, inverts_scale: bool) -> AutoencoderKLCogVi
         scaling_factor=scaling_factor,
         invert_scale_latents=inverts_scale,
     )
-    vae.eval()
-    # A trained VAE has a narrow posterior and latents of unit variance after scaling. A random one's posterior is as
-    # wide as its latents, which would leave nothing to learn.
-    head = vae.encoder.conv_out.conv
-    with torch.no_grad():
-        head.weight[:_LATENT_CHANNELS] *= 2.5 / scaling_factor
-        head.weight[_LATENT_CHANNELS:] *= 0.1
-        head.bias[_LATENT_CHANNELS:] = -6.0
-    return vae
+    narrow_posterior(vae.encoder.conv_out.conv, _LATENT_CHANNELS, width=2.5 / scaling_factor)
+    return vae.eval()  # type: ignore[no-any-return]
 
 
 def _build_scheduler(has_rotary: bool) -> CogVideoXDDIMScheduler | CogVideoXDPMScheduler:

@@ -5,8 +5,6 @@ from dit_lora.families.family import DiffusionFamily, License
 
 FAMILY = DiffusionFamily(
     name="dit",
-    checkpoint_module="dit_lora.families.dit.checkpoint",
-    tiny_module="dit_lora.families.dit.tiny",
     group_patterns={
         "connector": (
             "pos_embed.*",

@@ -180,9 +180,5 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     has_variance_channels(model.path, config)
     patterns = family.group_patterns["connector"]
     info = DiTInfo(**fields, stored_classes=table, trained_classes=table, connector_patterns=patterns)
-    return Checkpoint(
-        info=info,
-        encoders=DiTEncoders(info=info),
-        denoiser=DiTDenoiser(info=info, objective=read_noise_objective(model, path)),
-        sampler=DiTSampler(info=info),
-    )
+    denoiser = DiTDenoiser(info=info, objective=read_noise_objective(model, path))
+    return Checkpoint.from_denoiser(denoiser, DiTEncoders, DiTSampler)

@@ -5,8 +5,6 @@ from dit_lora.families.family import DiffusionFamily, License
 
 FAMILY = DiffusionFamily(
     name="ernie_image",
-    checkpoint_module="dit_lora.families.ernie_image.checkpoint",
-    tiny_module="dit_lora.families.ernie_image.tiny",
     # The default targets are also SimpleTuner's (simpletuner/helpers/models/ernie/model.py): attention of all layers.
     group_patterns={
         "connector": (

@@ -10,7 +10,6 @@ latents, (B, 4 C, H / 2, W / 2).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +18,6 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
-from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import (
     Checkpoint,
@@ -30,15 +28,14 @@ from dit_lora.families.base import (
     Tensors,
     TensorSpec,
     TextEncoder,
-    TextLimit,
 )
-from dit_lora.families.captions import load_text_limit, make_unpadded_encoder, trim_text_padding, unpad_captions
+from dit_lora.families.captions import get_caption_spec, get_unpadded_kwargs, make_unpadded_encoder, trim_text_padding
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser, build_flow_matching, read_flow_scheduler
-from dit_lora.families.latents import compute_packed_loss_weights, encode_picture, sample_posterior
+from dit_lora.families.latents import encode_picture
 from dit_lora.families.opening import read_checkpoint
 from dit_lora.families.refusals import image_frames_errors, is_named_distilled, side_errors
-from dit_lora.numerics.streams import DrawFunctions, draw_normal_noise, move_to_device
+from dit_lora.numerics.streams import move_to_device
 
 MAX_TEXT_TOKENS = 512
 """Number of tokens that captions are truncated to, and padded to in the cache.
@@ -56,6 +53,7 @@ class ErnieImageInfo(CheckpointInfo):
     """Info (configs, supported shapes) of an ERNIE-Image checkpoint."""
 
     pipeline_class: ClassVar[Any] = ErnieImagePipeline
+    text_tokens: ClassVar[int] = MAX_TEXT_TOKENS
 
     @property
     def size_multiple(self) -> int:
@@ -84,30 +82,14 @@ class ErnieImageEncoders(Encoders):
         "ernie-image-1: pixels / 127.5 - 1, posterior mean and logvar, normalised in patches of two by two, fp32"
     )
 
-    def load_text_limit(self) -> TextLimit:
-        return load_text_limit(self.info.path, MAX_TEXT_TOKENS)
-
     def text_cache_key(self) -> Mapping[str, Any]:
         return {**super().text_cache_key(), "tokens": MAX_TEXT_TOKENS}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
-        size = (MAX_TEXT_TOKENS, self.info.transformer_config["text_in_dim"])
-        return {
-            "prompt_embeds": (torch.Size(size), dtype),
-            "prompt_attention_mask": (torch.Size(size[:1]), torch.bool),
-        }
+        return get_caption_spec(MAX_TEXT_TOKENS, self.info.transformer_config["text_in_dim"], dtype)
 
     def load_text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
-        pipeline = load_pretrained(
-            self.info.pipeline_class,
-            self.info.path,
-            transformer=None,
-            vae=None,
-            dtype=dtype,
-            use_safetensors=True,
-            **_ENHANCER,
-        )
-        return _limit_text(pipeline.to(device))
+        return _limit_text(self._load_text_pipeline(dtype, device, **_ENHANCER))
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load Ministral 3 as ERNIE-Image's pipeline uses it: captions without a template or padding.
@@ -137,16 +119,12 @@ class ErnieImageDenoiser(FlowDenoiser):
     info: ErnieImageInfo
     transformer_class: ClassVar[Any] = ErnieImageTransformer2DModel
 
-    def get_random_input_samplers(self, batch: TensorMap) -> DrawFunctions:
-        patches = _patchify(torch.empty(batch["latent_mean"].shape, device="meta"))
-        return {**super().get_random_input_samplers(batch), "noise": partial(draw_normal_noise, patches.shape[1:])}
+    def _scale_latents(self, latents: torch.Tensor, batch: TensorMap) -> torch.Tensor:
+        # The cached ones are normalised.
+        return latents
 
-    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """ERNIE-Image's clean training patches, sampled from the posterior. The cached latents are normalized."""
-        return _patchify(sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"]))
-
-    def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
-        return compute_packed_loss_weights(batch, self.mask_floor, _patchify)
+    def _pack_tokens(self, latents: torch.Tensor) -> torch.Tensor:
+        return _patchify(latents)
 
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
@@ -178,22 +156,12 @@ class ErnieImageSampler(Sampler):
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         if isinstance(prompt, str):
             return {"prompt": prompt}
-        # The pipeline takes a list of embeddings without padding, one per caption.
-        captions = _unpad(prompt)
-        arguments: dict[str, Any] = {"prompt_embeds": captions}
-        if empty_prompt:
-            empty = _unpad(empty_prompt)
-            arguments["negative_prompt_embeds"] = empty * (len(captions) // len(empty))
-        return arguments
+        return get_unpadded_kwargs(prompt, empty_prompt)
 
 
 def _patchify(latents: torch.Tensor) -> torch.Tensor:
     """Patches (B, 4 C, H / 2, W / 2) of latents (B, C, H, W), made with the pipeline's method."""
     return ErnieImagePipeline._patchify_latents(latents)
-
-
-def _unpad(text: Tensors) -> list[torch.Tensor]:
-    return unpad_captions(text["prompt_embeds"], text["prompt_attention_mask"])
 
 
 def _limit_text(pipeline: Any) -> Any:
@@ -204,16 +172,8 @@ def _limit_text(pipeline: Any) -> Any:
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs of an ERNIE-Image checkpoint.
-
-    Raises `DitLoraError` for another pipeline or scheduler, or broken weight files.
-    """
-    _, fields = read_checkpoint(
-        model,
-        family.pipeline_names,
-        weights=("vae", "text_encoder"),
-        transformer_class=ErnieImageTransformer2DModel,
-    )
+    """Read the configs of an ERNIE-Image checkpoint. Raises as `DiffusionFamily.open` does."""
+    _, fields = read_checkpoint(model, family.pipeline_names, transformer_class=ErnieImageTransformer2DModel)
     scheduler = read_flow_scheduler(model, fields["path"])
     if scheduler["use_dynamic_shifting"]:
         raise DitLoraError(
@@ -221,9 +181,5 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
             "has no rule; ERNIE-Image's checkpoints have one shift"
         )
     info = ErnieImageInfo(**fields)
-    return Checkpoint(
-        info=info,
-        encoders=ErnieImageEncoders(info=info),
-        denoiser=ErnieImageDenoiser(info=info, objective=build_flow_matching(scheduler)),
-        sampler=ErnieImageSampler(info=info),
-    )
+    denoiser = ErnieImageDenoiser(info=info, objective=build_flow_matching(scheduler))
+    return Checkpoint.from_denoiser(denoiser, ErnieImageEncoders, ErnieImageSampler)

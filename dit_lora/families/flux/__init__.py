@@ -5,8 +5,6 @@ from dit_lora.families.family import DiffusionFamily, License
 
 FAMILY = DiffusionFamily(
     name="flux",
-    checkpoint_module="dit_lora.families.flux.checkpoint",
-    tiny_module="dit_lora.families.flux.tiny",
     # The layers that Diffusers' train_dreambooth_lora_flux.py adapts: attention of both kinds of blocks, and both
     # streams' feed-forward. `proj_out` is excluded, because the single blocks' layer and the head share that name.
     lora_targets=(

@@ -32,10 +32,9 @@ from dit_lora.families.base import (
     Tensors,
     TensorSpec,
     TextEncoder,
-    TextLimit,
     VideoEncoder,
 )
-from dit_lora.families.captions import load_text_limit, make_caption_encoder
+from dit_lora.families.captions import make_caption_encoder
 from dit_lora.families.conditioning import Conditioning
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser, build_flow_matching, compute_mu, read_flow_scheduler
@@ -44,14 +43,10 @@ from dit_lora.families.latents import (
     PLAIN_VAE,
     VaeMemory,
     append_references,
-    compute_packed_loss_weights,
     compute_token_grid,
     encode_picture,
-    make_packed_noise_samplers,
-    sample_posterior,
-    shift_and_scale_latents,
 )
-from dit_lora.families.opening import get_call_default, read_checkpoint
+from dit_lora.families.opening import read_checkpoint
 from dit_lora.families.references import (
     PictureEncoder,
     ReferenceSpec,
@@ -60,7 +55,7 @@ from dit_lora.families.references import (
     min_side_error,
 )
 from dit_lora.families.refusals import image_frames_errors, side_errors
-from dit_lora.numerics.streams import DrawFunctions, move_to_device
+from dit_lora.numerics.streams import move_to_device
 
 # The value that is meant to switch guidance off: sd-scripts (docs/flux_train_network.md) and musubi-tuner
 # (flux_kontext_train_network.py) train with it. Diffusers' scripts use 3.5, which is a sampling value.
@@ -119,11 +114,6 @@ class FluxInfo(CheckpointInfo):
             "in one to four steps. FLUX.1-dev is the usual base; train.target: guided keeps sampling without guidance"
         ]
 
-    @property
-    def text_tokens(self) -> int:
-        """Number of tokens to which every caption is padded: the default of FLUX.1's pipeline."""
-        return get_call_default(self.pipeline_class, "max_sequence_length")
-
 
 @dataclass(frozen=True, kw_only=True)
 class KontextInfo(FluxInfo):
@@ -160,11 +150,8 @@ class KontextInfo(FluxInfo):
 class FluxEncoders(Encoders):
     info: FluxInfo
     vae_class = AutoencoderKL
+    tokenizer_folder = "tokenizer_2"  # T5's. CLIP, which gives a single vector, reads 77 tokens.
     transform = "flux-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
-
-    def load_text_limit(self) -> TextLimit:
-        """Load the token limit of T5. CLIP, which gives a single vector, reads 77 tokens."""
-        return load_text_limit(self.info.path, self.info.text_tokens, folder="tokenizer_2")
 
     def text_cache_key(self) -> Mapping[str, Any]:
         # All text components, since a change of any of them changes the embeddings.
@@ -226,19 +213,8 @@ class FluxDenoiser(FlowDenoiser):
         # Packing makes one token of 2 x 2 latents. Tokens of references do not count.
         return compute_mu(self.info.scheduler, size[-2] * size[-1] // PACK_SIZE**2)
 
-    def get_random_input_samplers(self, batch: TensorMap) -> DrawFunctions:
-        return {**super().get_random_input_samplers(batch), **make_packed_noise_samplers(batch["latent_mean"])}
-
-    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """FLUX.1's clean training latents: sampled from the posterior, normalized and packed, (B, S, P).
-
-        This is the inverse of decoding.
-        """
-        latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
-        return pack_latents(shift_and_scale_latents(latents, self.info.vae_config))
-
-    def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
-        return compute_packed_loss_weights(batch, self.mask_floor, pack_latents)
+    def _pack_tokens(self, latents: torch.Tensor) -> torch.Tensor:
+        return pack_latents(latents)
 
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
@@ -278,10 +254,6 @@ class FluxSampler(Sampler):
     info: FluxInfo
     output_field = "images"
     guidance_batch_size = 1  # guidance is an input, or a second call
-
-    def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
-        components = {} if text else dict.fromkeys(TEXT_COMPONENTS)
-        return self._load_pipeline(dtype, transformer, text, **components)
 
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         # Guidance is an input of the network, so there is no prediction for "".
@@ -329,33 +301,26 @@ def _compute_image_ids(latents: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs of a FLUX.1 checkpoint.
-
-    Raises `DitLoraError` for another pipeline or scheduler, or broken weight files.
-    """
+    """Read the configs of a FLUX.1 checkpoint. Raises as `DiffusionFamily.open` does."""
     index, fields = read_flux_checkpoint(
         model, family, weights=("vae", "text_encoder", "text_encoder_2"), transformer_class=FluxTransformer2DModel
     )
     objective = build_flow_matching(fields["scheduler"])
     if index["_class_name"] == FluxKontextPipeline.__name__:
         kontext_info = KontextInfo(**fields)
-        return Checkpoint(
-            info=kontext_info,
-            encoders=KontextEncoders(info=kontext_info),
-            denoiser=FluxDenoiser(info=kontext_info, objective=objective, conditioning=KontextConditioning()),
-            sampler=KontextSampler(info=kontext_info),
-        )
+        denoiser = FluxDenoiser(info=kontext_info, objective=objective, conditioning=KontextConditioning())
+        return Checkpoint.from_denoiser(denoiser, KontextEncoders, KontextSampler)
     info = FluxInfo(**fields)
-    return Checkpoint(
-        info=info,
-        encoders=FluxEncoders(info=info),
-        denoiser=FluxDenoiser(info=info, objective=objective),
-        sampler=FluxSampler(info=info),
-    )
+    denoiser = FluxDenoiser(info=info, objective=objective)
+    return Checkpoint.from_denoiser(denoiser, FluxEncoders, FluxSampler)
 
 
 def read_flux_checkpoint(
-    model: ModelConfig, family: DiffusionFamily, *, weights: Sequence[str], transformer_class: Any
+    model: ModelConfig,
+    family: DiffusionFamily,
+    *,
+    weights: Sequence[str] = ("vae", "text_encoder"),
+    transformer_class: Any,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Index and info fields of a FLUX.1 or FLUX.2 checkpoint, as `read_checkpoint` returns them."""
     index, fields = read_checkpoint(model, family.pipeline_names, weights=weights, transformer_class=transformer_class)

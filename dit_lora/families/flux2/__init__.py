@@ -7,8 +7,6 @@ _NON_COMMERCIAL = License("other", "flux-non-commercial-license")
 
 FAMILY = DiffusionFamily(
     name="flux2",
-    checkpoint_module="dit_lora.families.flux2.checkpoint",
-    tiny_module="dit_lora.families.flux2.tiny",
     # The targets of Diffusers' train_dreambooth_lora_flux2_klein.py. The checkpoint adds the single blocks'
     # `attn.to_out` one by one.
     lora_targets=("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj"),

@@ -47,14 +47,7 @@ from dit_lora.families.flux.checkpoint import (
     pack_latents,
     read_flux_checkpoint,
 )
-from dit_lora.families.latents import (
-    PACK_SIZE,
-    PLAIN_VAE,
-    VaeMemory,
-    append_references,
-    compute_packed_loss_weights,
-    make_packed_noise_samplers,
-)
+from dit_lora.families.latents import PACK_SIZE, PLAIN_VAE, VaeMemory, append_references
 from dit_lora.families.opening import get_call_default
 from dit_lora.families.references import (
     PictureEncoder,
@@ -64,7 +57,7 @@ from dit_lora.families.references import (
     min_side_error,
 )
 from dit_lora.families.refusals import KEEP_DISTILLATION
-from dit_lora.numerics.streams import DrawFunctions, move_to_device
+from dit_lora.numerics.streams import move_to_device
 
 # The pipelines' limits for references (Flux2ImageProcessor.check_image_input), and the size to which they scale larger
 # ones by default.
@@ -171,15 +164,7 @@ class Flux2Encoders(Encoders):
 
     def load_text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
         # Pass the tokenizer, because the pipeline would load dev's image processor in its place.
-        return load_pretrained(
-            self.info.pipeline_class,
-            self.info.path,
-            transformer=None,
-            vae=None,
-            tokenizer=load_tokenizer(self.info),
-            dtype=dtype,
-            use_safetensors=True,
-        ).to(device)
+        return self._load_text_pipeline(dtype, device, tokenizer=load_tokenizer(self.info))
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load FLUX.2's language model; embeddings are hidden states of three layers, concatenated.
@@ -246,15 +231,12 @@ class Flux2Denoiser(FlowDenoiser):
         # Packing makes one token of 2 x 2 latents. Tokens of references do not count.
         return compute_mu(self.info.scheduler, size[-2] * size[-1] // PACK_SIZE**2)
 
-    def get_random_input_samplers(self, batch: TensorMap) -> DrawFunctions:
-        return {**super().get_random_input_samplers(batch), **make_packed_noise_samplers(batch["latent_mean"])}
+    def _scale_latents(self, latents: torch.Tensor, batch: TensorMap) -> torch.Tensor:
+        # The cached ones are normalised.
+        return latents
 
-    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """FLUX.2's clean training latents, packed, (B, S, P). The cached ones are already normalized."""
-        return pack_latents(batch["latent_mean"].float())
-
-    def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
-        return compute_packed_loss_weights(batch, self.mask_floor, pack_latents)
+    def _pack_tokens(self, latents: torch.Tensor) -> torch.Tensor:
+        return pack_latents(latents)
 
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
@@ -326,19 +308,10 @@ def load_tokenizer(info: Flux2Info) -> Any:
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs of a FLUX.2 checkpoint.
-
-    Raises `DitLoraError` for another pipeline or scheduler, or broken weight files.
-    """
-    index, fields = read_flux_checkpoint(
-        model, family, weights=("vae", "text_encoder"), transformer_class=Flux2Transformer2DModel
-    )
+    """Read the configs of a FLUX.2 checkpoint. Raises as `DiffusionFamily.open` does."""
+    index, fields = read_flux_checkpoint(model, family, transformer_class=Flux2Transformer2DModel)
     if index["_class_name"] == Flux2KleinPipeline.__name__:
         fields |= {"pipeline_class": Flux2KleinPipeline, "is_distilled": bool(index.get("is_distilled", False))}
     info, objective = Flux2Info(**fields), build_flow_matching(fields["scheduler"])
-    return Checkpoint(
-        info=info,
-        encoders=Flux2Encoders(info=info),
-        denoiser=Flux2Denoiser(info=info, objective=objective, conditioning=Flux2Conditioning()),
-        sampler=Flux2Sampler(info=info),
-    )
+    denoiser = Flux2Denoiser(info=info, objective=objective, conditioning=Flux2Conditioning())
+    return Checkpoint.from_denoiser(denoiser, Flux2Encoders, Flux2Sampler)

@@ -30,8 +30,6 @@ _COMFYUI = LayerNames(
 )
 FAMILY = DiffusionFamily(
     name="hunyuan_video15",
-    checkpoint_module="dit_lora.families.hunyuan_video15.checkpoint",
-    tiny_module="dit_lora.families.hunyuan_video15.tiny",
     # The default targets are the attention of all blocks, with the two of the text's token refiner.
     group_patterns={
         "connector": (

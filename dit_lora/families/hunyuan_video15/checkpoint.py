@@ -27,13 +27,11 @@ from dit_lora.families.base import (
     Tensors,
     TensorSpec,
     TextEncoder,
-    TextLimit,
 )
-from dit_lora.families.captions import load_text_limit, make_caption_encoder
+from dit_lora.families.captions import make_caption_encoder
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser, build_flow_matching, read_flow_scheduler
 from dit_lora.families.guider import accept_guidance_scale
-from dit_lora.families.latents import encode_video, sample_posterior
 from dit_lora.families.opening import read_checkpoint
 from dit_lora.families.refusals import frame_count_errors, is_named_distilled, side_errors
 from dit_lora.numerics.streams import move_to_device
@@ -54,6 +52,7 @@ class HunyuanVideo15Info(CheckpointInfo):
     """Info (configs, supported shapes) of a HunyuanVideo-1.5 checkpoint."""
 
     pipeline_class: ClassVar[Any] = HunyuanVideo15Pipeline
+    text_tokens: ClassVar[int] = MAX_TEXT_TOKENS
 
     @property
     def size_multiple(self) -> int:
@@ -91,9 +90,6 @@ class HunyuanVideo15Encoders(Encoders):
     vae_class = AutoencoderKLHunyuanVideo15
     transform = "hunyuan-video-1.5-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
 
-    def load_text_limit(self) -> TextLimit:
-        return load_text_limit(self.info.path, MAX_TEXT_TOKENS)
-
     def text_cache_key(self) -> Mapping[str, Any]:
         path = self.info.path
         return {
@@ -123,18 +119,11 @@ class HunyuanVideo15Encoders(Encoders):
 
         return make_caption_encoder(encode_caption)
 
-    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
-        return encode_video(vae, pixels)
-
 
 @dataclass(frozen=True, kw_only=True)
 class HunyuanVideo15Denoiser(FlowDenoiser):
     info: HunyuanVideo15Info
     transformer_class: ClassVar[Any] = HunyuanVideo15Transformer3DModel
-
-    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
-        return latents * self.info.vae_config["scaling_factor"]
 
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
@@ -163,22 +152,15 @@ class HunyuanVideo15Denoiser(FlowDenoiser):
 @dataclass(frozen=True, kw_only=True)
 class HunyuanVideo15Sampler(Sampler):
     info: HunyuanVideo15Info
+    frames_argument = "num_frames"
     guidance_batch_size = 1  # the guider calls the transformer once for each condition
 
     def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
-        second = {} if text else {"text_encoder_2": None, "tokenizer_2": None}
-        return accept_guidance_scale(self._load_pipeline(dtype, transformer, text, **second))
-
-    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
-        return {"num_frames": shape.frames, **super().shape_kwargs(shape)}
+        return accept_guidance_scale(self._load_pipeline(dtype, transformer, text))
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs of a HunyuanVideo-1.5 checkpoint.
-
-    Raises `DitLoraError` for another pipeline or scheduler, a transformer of another task, misfit parts or broken
-    weights.
-    """
+    """Read the configs of a HunyuanVideo-1.5 checkpoint. Raises as `DiffusionFamily.open` does."""
     _, fields = read_checkpoint(
         model,
         family.pipeline_names,
@@ -189,12 +171,8 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     objective = build_flow_matching(read_flow_scheduler(model, fields["path"]))
     _require_text_to_video(model, fields["transformer_config"], fields["vae_config"])
     info = HunyuanVideo15Info(**fields)
-    return Checkpoint(
-        info=info,
-        encoders=HunyuanVideo15Encoders(info=info),
-        denoiser=HunyuanVideo15Denoiser(info=info, objective=replace(objective, shift=TRAINING_SHIFT)),
-        sampler=HunyuanVideo15Sampler(info=info),
-    )
+    denoiser = HunyuanVideo15Denoiser(info=info, objective=replace(objective, shift=TRAINING_SHIFT))
+    return Checkpoint.from_denoiser(denoiser, HunyuanVideo15Encoders, HunyuanVideo15Sampler)
 
 
 def _require_text_to_video(model: ModelConfig, transformer: Mapping[str, Any], vae: Mapping[str, Any]) -> None:

@@ -5,8 +5,6 @@ from dit_lora.families.family import DiffusionFamily, License
 
 FAMILY = DiffusionFamily(
     name="ideogram4",
-    checkpoint_module="dit_lora.families.ideogram4.checkpoint",
-    tiny_module="dit_lora.families.ideogram4.tiny",
     # The targets of Diffusers' train_dreambooth_lora_ideogram4.py and of musubi-tuner: all linear layers of the blocks
     # but the modulation.
     lora_targets=("to_q", "to_k", "to_v", "to_out.0", "w1", "w2", "w3"),

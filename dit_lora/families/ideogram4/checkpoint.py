@@ -19,7 +19,6 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
-from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.environment.safetensors_files import read_header
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import (
@@ -34,22 +33,16 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
 )
-from dit_lora.families.captions import load_text_limit, make_unpadded_encoder, unpad_captions
+from dit_lora.families.captions import get_caption_spec, make_unpadded_encoder, unpad_captions
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser, read_flow_scheduler
 from dit_lora.families.ideogram4.text import MAX_TEXT_TOKENS, EmbeddedPromptPipeline, count_prompt_tokens
-from dit_lora.families.latents import (
-    PACK_SIZE,
-    compute_packed_loss_weights,
-    compute_token_grid,
-    encode_picture,
-    make_packed_noise_samplers,
-)
+from dit_lora.families.latents import PACK_SIZE, compute_token_grid, encode_picture
 from dit_lora.families.opening import get_call_default, read_checkpoint
 from dit_lora.families.refusals import image_frames_errors, side_errors
 from dit_lora.numerics.noise_levels import NoiseLevelDistribution
 from dit_lora.numerics.objectives import FlowMatching
-from dit_lora.numerics.streams import DrawFunctions, move_to_device
+from dit_lora.numerics.streams import move_to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,23 +80,18 @@ class Ideogram4Encoders(Encoders):
 
     def load_text_limit(self) -> TextLimit:
         """Load Ideogram 4's caption limit, not counting the chat template's tokens around the caption."""
-        tokenizer = load_text_limit(self.info.path).tokenizer
+        tokenizer = self.load_tokenizer()
         return TextLimit(tokenizer, MAX_TEXT_TOKENS - count_prompt_tokens(tokenizer, ""))
 
     def text_cache_key(self) -> Mapping[str, Any]:
         return {**super().text_cache_key(), "tokens": MAX_TEXT_TOKENS, "layers": list(QWEN3_VL_ACTIVATION_LAYERS)}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
-        size = (MAX_TEXT_TOKENS, self.info.transformer_config["llm_features_dim"])
-        return {
-            "prompt_embeds": (torch.Size(size), dtype),
-            "prompt_attention_mask": (torch.Size(size[:1]), torch.bool),
-        }
+        return get_caption_spec(MAX_TEXT_TOKENS, self.info.transformer_config["llm_features_dim"], dtype)
 
     def load_text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
-        parts = dict.fromkeys(("transformer", "unconditional_transformer", "vae", "prompt_enhancer_head"))
-        pipeline = load_pretrained(Ideogram4Pipeline, self.info.path, dtype=dtype, use_safetensors=True, **parts)
-        return EmbeddedPromptPipeline(**pipeline.to(device).components)
+        unused = dict.fromkeys(("unconditional_transformer", "prompt_enhancer_head"))
+        return EmbeddedPromptPipeline(**self._load_text_pipeline(dtype, device, **unused).components)
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load Qwen3-VL as the pipeline uses it. The cache pads embeddings on the right and keeps a mask."""
@@ -130,15 +118,19 @@ class Ideogram4Denoiser(FlowDenoiser):
         height, width = (side * self.info.size_multiple // PACK_SIZE for side in size[-2:])
         return _resolution_aware_mu(height, width, base_mu=get_call_default(Ideogram4Pipeline, "mu"))
 
-    def get_random_input_samplers(self, batch: TensorMap) -> DrawFunctions:
-        return {**super().get_random_input_samplers(batch), **make_packed_noise_samplers(batch["latent_mean"])}
+    def _scale_latents(self, latents: torch.Tensor, batch: TensorMap) -> torch.Tensor:
+        # The cached ones are normalised.
+        return latents
 
-    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """Ideogram 4's clean latents, packed, (B, S, P). The cached ones are already normalized."""
-        return _pack_latents(batch["latent_mean"].float())
+    def _pack_tokens(self, latents: torch.Tensor) -> torch.Tensor:
+        """Pack latents (B, C, H, W) into tokens (B, S, P): the inverse of the pipeline's unpacking.
 
-    def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
-        return compute_packed_loss_weights(batch, self.mask_floor, _pack_latents)
+        FLUX.2 has another order.
+        """
+        batch, channels, height, width = latents.shape
+        squares = latents.view(batch, channels, height // PACK_SIZE, PACK_SIZE, width // PACK_SIZE, PACK_SIZE)
+        # (B, C, rows, y, columns, x) to (B, rows, columns, y, x, C)
+        return squares.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
@@ -188,19 +180,8 @@ class Ideogram4Sampler(Sampler):
         return {"guidance_schedule": None}
 
 
-def _pack_latents(latents: torch.Tensor) -> torch.Tensor:
-    """Tokens (B, S, P) of latents (B, C, H, W): the inverse of the pipeline's unpacking. FLUX.2 has another order."""
-    batch, channels, height, width = latents.shape
-    squares = latents.view(batch, channels, height // PACK_SIZE, PACK_SIZE, width // PACK_SIZE, PACK_SIZE)
-    # (B, C, rows, y, columns, x) to (B, rows, columns, y, x, C)
-    return squares.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
-
-
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs of an Ideogram 4 checkpoint.
-
-    Raises `DitLoraError` for another pipeline or scheduler, quantized weights or broken weight files.
-    """
+    """Read the configs of an Ideogram 4 checkpoint. Raises as `DiffusionFamily.open` does."""
     _, fields = read_checkpoint(
         model,
         family.pipeline_names,
@@ -222,9 +203,5 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     # The pipeline's schedule, with which Diffusers' script trains: logit-normal, its mean moved by
     # `compute_shift_mu`, which is the logarithm of a shift.
     levels = NoiseLevelDistribution(std=get_call_default(Ideogram4Pipeline, "std"))
-    return Checkpoint(
-        info=info,
-        encoders=Ideogram4Encoders(info=info),
-        denoiser=Ideogram4Denoiser(info=info, objective=FlowMatching(None, scheduler["num_train_timesteps"], levels)),
-        sampler=Ideogram4Sampler(info=info),
-    )
+    denoiser = Ideogram4Denoiser(info=info, objective=FlowMatching(None, scheduler["num_train_timesteps"], levels))
+    return Checkpoint.from_denoiser(denoiser, Ideogram4Encoders, Ideogram4Sampler)

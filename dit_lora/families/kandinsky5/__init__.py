@@ -5,8 +5,6 @@ from dit_lora.families.family import DiffusionFamily, License
 
 FAMILY = DiffusionFamily(
     name="kandinsky5",
-    checkpoint_module="dit_lora.families.kandinsky5.checkpoint",
-    tiny_module="dit_lora.families.kandinsky5.tiny",
     # The layers of the authors' LoRAs of camera movements (their training config in ai-forever/Kandinsky-5).
     lora_targets=(
         "self_attention.to_query",

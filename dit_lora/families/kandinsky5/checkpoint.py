@@ -30,20 +30,18 @@ from dit_lora.families.base import (
     Tensors,
     TensorSpec,
     TextEncoder,
-    TextLimit,
 )
 from dit_lora.families.captions import (
+    get_caption_spec,
     list_missing_ftfy_warnings,
-    load_text_limit,
     make_caption_encoder,
     unpad_captions,
 )
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser, build_flow_matching, read_flow_scheduler
 from dit_lora.families.flux.checkpoint import TEXT_COMPONENTS
-from dit_lora.families.latents import encode_video, sample_posterior
-from dit_lora.families.opening import build_empty_pipeline, get_call_default, read_checkpoint
-from dit_lora.families.qwen_image.checkpoint import get_caption_spec, pad_caption
+from dit_lora.families.opening import build_empty_pipeline, read_checkpoint
+from dit_lora.families.qwen_image.checkpoint import pad_caption
 from dit_lora.families.qwen_image.picture_text import PictureProcessor
 from dit_lora.families.refusals import frame_count_errors, is_named_distilled, position_limit_errors, side_errors
 
@@ -82,11 +80,6 @@ class Kandinsky5Info(CheckpointInfo):
             *position_limit_errors(ends, "max_pos of Kandinsky5RoPE3D"),
         ]
 
-    @property
-    def text_tokens(self) -> int:
-        """Maximum number of tokens of a caption and its closing token: the default of the pipeline."""
-        return get_call_default(self.pipeline_class, "max_sequence_length")
-
     def pipeline_components(self) -> dict[str, Any]:
         return {"tokenizer": load_pretrained(PictureProcessor, self.path / "tokenizer")}
 
@@ -108,10 +101,6 @@ class Kandinsky5Encoders(Encoders):
     vae_class = AutoencoderKLHunyuanVideo
     transform = "kandinsky-5-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
 
-    def load_text_limit(self) -> TextLimit:
-        """Load the token limit of Qwen2.5-VL. CLIP, which gives a single vector, reads 77 tokens."""
-        return load_text_limit(self.info.path, self.info.text_tokens)
-
     def text_cache_key(self) -> Mapping[str, Any]:
         # All text components, since a change of any of them changes the embeddings.
         folders = {name: self.info.path / name for name in TEXT_COMPONENTS}
@@ -125,7 +114,7 @@ class Kandinsky5Encoders(Encoders):
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
         config = self.info.transformer_config
         return {
-            **get_caption_spec(self.info.text_tokens, config["in_text_dim"], dtype),
+            **get_caption_spec(self.info.text_tokens, config["in_text_dim"], dtype, "prompt_mask"),
             "prompt_embeds_clip": (torch.Size((config["in_text_dim2"],)), dtype),
         }
 
@@ -141,9 +130,6 @@ class Kandinsky5Encoders(Encoders):
 
         return make_caption_encoder(encode_caption)
 
-    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
-        return encode_video(vae, pixels)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Kandinsky5Denoiser(FlowDenoiser):
@@ -158,11 +144,6 @@ class Kandinsky5Denoiser(FlowDenoiser):
         del embeddings.freqs
         embeddings.register_buffer("freqs", frequencies, persistent=False)
         return transformer  # type: ignore[no-any-return]
-
-    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        # (B, C, F, H, W)
-        latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
-        return latents * self.info.vae_config["scaling_factor"]
 
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
@@ -200,11 +181,8 @@ class Kandinsky5Denoiser(FlowDenoiser):
 @dataclass(frozen=True, kw_only=True)
 class Kandinsky5Sampler(Sampler):
     info: Kandinsky5Info
+    frames_argument = "num_frames"
     guidance_batch_size = 1  # guidance is a second call
-
-    def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
-        unused = {} if text else dict.fromkeys(TEXT_COMPONENTS)
-        return self._load_pipeline(dtype, transformer, text, **unused)
 
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         if isinstance(prompt, str):
@@ -213,12 +191,7 @@ class Kandinsky5Sampler(Sampler):
         return _embedding_kwargs("", prompt) | (_embedding_kwargs("negative_", empty_prompt) if empty_prompt else {})
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
-        return {
-            "num_frames": shape.frames,
-            "height": shape.height,
-            "width": shape.width,
-            "max_sequence_length": self.info.text_tokens,
-        }
+        return {**super().shape_kwargs(shape), "max_sequence_length": self.info.text_tokens}
 
 
 def _embedding_kwargs(prefix: str, prompt: Tensors) -> dict[str, torch.Tensor]:
@@ -232,10 +205,7 @@ def _embedding_kwargs(prefix: str, prompt: Tensors) -> dict[str, torch.Tensor]:
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs of a Kandinsky 5.0 text-to-video checkpoint.
-
-    Raises `DitLoraError` for another pipeline or scheduler, sparse attention, misfit parts or broken weight files.
-    """
+    """Read the configs of a Kandinsky 5.0 text-to-video checkpoint. Raises as `DiffusionFamily.open` does."""
     _, fields = read_checkpoint(
         model,
         family.pipeline_names,
@@ -246,12 +216,8 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     _require_supported_configs(model, fields)
     info = Kandinsky5Info(**fields)
     objective = build_flow_matching(read_flow_scheduler(model, info.path))
-    return Checkpoint(
-        info=info,
-        encoders=Kandinsky5Encoders(info=info),
-        denoiser=Kandinsky5Denoiser(info=info, objective=objective),
-        sampler=Kandinsky5Sampler(info=info),
-    )
+    denoiser = Kandinsky5Denoiser(info=info, objective=objective)
+    return Checkpoint.from_denoiser(denoiser, Kandinsky5Encoders, Kandinsky5Sampler)
 
 
 def _require_supported_configs(model: ModelConfig, fields: Mapping[str, Any]) -> None:

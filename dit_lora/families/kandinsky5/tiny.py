@@ -16,7 +16,7 @@ from dit_lora.families.chat.tiny import TEXT_WIDTH
 from dit_lora.families.opening import build_empty_pipeline
 from dit_lora.families.qwen_image.tiny import build_text_components, write_processor
 from dit_lora.families.tiny.text import POOLED_WIDTH, build_clip_encoder, build_clip_tokenizer
-from dit_lora.families.tiny.vae import LATENT_CHANNELS
+from dit_lora.families.tiny.vae import LATENT_CHANNELS, narrow_posterior
 
 # Words of the template that are two tokens in Qwen's vocabulary, and a line's end, which is a single one.
 _SPLIT_WORDS = {" dynamism": " dynam\nism", " postprocessing": " post\nprocessing", " scren": " sc\nren"}
@@ -49,13 +49,7 @@ def _build_vae() -> AutoencoderKLHunyuanVideo:
     vae: Any = AutoencoderKLHunyuanVideo(
         latent_channels=LATENT_CHANNELS, block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4
     )
-    head = vae.quant_conv
-    with torch.no_grad():
-        # The first half of the channels is the mean, the second the log variance. A trained posterior is narrow, and
-        # scaled latents have a variance of about 1.
-        head.weight[:LATENT_CHANNELS] *= 8.0
-        head.weight[LATENT_CHANNELS:] *= 0.1
-        head.bias[LATENT_CHANNELS:] = -6.0
+    narrow_posterior(vae.quant_conv, LATENT_CHANNELS)
     return vae.eval()  # type: ignore[no-any-return]
 
 

@@ -19,8 +19,6 @@ _BLOCK_NAMES = {
 
 FAMILY = DiffusionFamily(
     name="krea2",
-    checkpoint_module="dit_lora.families.krea2.checkpoint",
-    tiny_module="dit_lora.families.krea2.tiny",
     # Krea's recommendation for long runs (diffusers: examples/dreambooth/README_krea2.md), in the blocks and in the
     # fusion of the text encoder's layers. The longer list of its script is in the recipe.
     lora_targets=("to_q", "to_k", "to_v", "to_out.0", "to_gate"),

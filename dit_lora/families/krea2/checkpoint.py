@@ -14,29 +14,17 @@ from typing import Any, ClassVar, Self
 import torch
 from diffusers import Krea2Pipeline, Krea2Transformer2DModel
 from torch import nn
-from transformers import AutoTokenizer
 
 from dit_lora.config.recipe import ModelConfig, Recipe
-from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.base import Checkpoint, Sampler, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit
 from dit_lora.families.captions import compute_caption_token_limit, make_caption_encoder, trim_text_padding
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser, build_flow_matching, compute_mu
-from dit_lora.families.latents import (
-    PACK_SIZE,
-    compute_packed_loss_weights,
-    compute_token_grid,
-    make_packed_noise_samplers,
-)
-from dit_lora.families.qwen_latents import (
-    QwenLatentsEncoders,
-    QwenLatentsInfo,
-    read_qwen_latents_checkpoint,
-    sample_normalized_latents,
-)
+from dit_lora.families.latents import PACK_SIZE, compute_token_grid
+from dit_lora.families.qwen_latents import QwenLatentsEncoders, QwenLatentsInfo, read_qwen_latents_checkpoint
 from dit_lora.families.refusals import KEEP_DISTILLATION
-from dit_lora.numerics.streams import DrawFunctions, move_to_device
+from dit_lora.numerics.streams import move_to_device
 
 DISTILLED_MU = 1.15  # Krea2Pipeline.__call__, if `is_distilled`
 
@@ -68,8 +56,7 @@ class Krea2Encoders(QwenLatentsEncoders):
 
     def load_text_limit(self) -> TextLimit:
         # Load only the tokenizer: the text encoder has billions of weights.
-        tokenizer = load_pretrained(AutoTokenizer, self.info.path / "tokenizer")
-        return compute_caption_token_limit(Krea2Pipeline, tokenizer, self.info.text_tokens)
+        return compute_caption_token_limit(Krea2Pipeline, self.load_tokenizer(), self.info.text_tokens)
 
     def text_cache_key(self) -> Mapping[str, Any]:
         return {
@@ -111,18 +98,12 @@ class Krea2Denoiser(FlowDenoiser):
         # Packing makes one token of 2 x 2 latents.
         return compute_mu(self.info.scheduler, size[-2] * size[-1] // PACK_SIZE**2)
 
-    def get_random_input_samplers(self, batch: TensorMap) -> DrawFunctions:
-        return {**super().get_random_input_samplers(batch), **make_packed_noise_samplers(batch["latent_mean"])}
-
-    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """Krea 2's clean training latents: sampled from the posterior, normalized and packed, (B, S, P).
-
-        This is the inverse of decoding.
-        """
-        return _pack_latents(sample_normalized_latents(batch, random_tensors, self.info.vae_config))
-
-    def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
-        return compute_packed_loss_weights(batch, self.mask_floor, _pack_latents)
+    def _pack_tokens(self, latents: torch.Tensor) -> torch.Tensor:
+        """Pack Krea 2 latents (B, C, 1, H, W) in squares of two by two, (B, S, P), with the pipeline's method."""
+        # An instance method of the pipeline, which reads only `patch_size`.
+        pipeline: Any = SimpleNamespace(patch_size=PACK_SIZE)
+        batch, channels, _, height, width = latents.shape
+        return Krea2Pipeline._pack_latents(pipeline, latents, batch, channels, height, width)
 
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
@@ -152,19 +133,8 @@ class Krea2Sampler(Sampler):
     guidance_threshold = 0.0  # its guidance scale is the paper's minus one
 
 
-def _pack_latents(latents: torch.Tensor) -> torch.Tensor:
-    """Pack Krea 2 latents (B, C, 1, H, W) in squares of two by two, (B, S, P), with the pipeline's method."""
-    # An instance method of the pipeline, which reads only `patch_size`.
-    pipeline: Any = SimpleNamespace(patch_size=PACK_SIZE)
-    batch, channels, _, height, width = latents.shape
-    return Krea2Pipeline._pack_latents(pipeline, latents, batch, channels, height, width)
-
-
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs of a Krea 2 checkpoint.
-
-    Raises `DitLoraError` for another pipeline or scheduler, misfit parts or broken weights.
-    """
+    """Read the configs of a Krea 2 checkpoint. Raises as `DiffusionFamily.open` does."""
     index, fields = read_qwen_latents_checkpoint(model, family, Krea2Transformer2DModel)
     layers = _select_text_encoder_layers(index)
     # Both counts come from different files: the transformer's config and model_index.json.
@@ -180,12 +150,8 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     if problems:
         raise DitLoraError(format_list(f"{model.path}: the parts of this checkpoint do not fit", problems))
     info = Krea2Info(**fields, is_distilled=bool(index.get("is_distilled", False)), text_encoder_layers=layers)
-    return Checkpoint(
-        info=info,
-        encoders=Krea2Encoders(info=info),
-        denoiser=Krea2Denoiser(info=info, objective=build_flow_matching(info.scheduler)),
-        sampler=Krea2Sampler(info=info),
-    )
+    denoiser = Krea2Denoiser(info=info, objective=build_flow_matching(info.scheduler))
+    return Checkpoint.from_denoiser(denoiser, Krea2Encoders, Krea2Sampler)
 
 
 def _select_text_encoder_layers(index: Mapping[str, Any]) -> tuple[int, ...]:

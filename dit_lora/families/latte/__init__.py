@@ -5,8 +5,6 @@ from dit_lora.families.family import DiffusionFamily, License
 
 FAMILY = DiffusionFamily(
     name="latte",
-    checkpoint_module="dit_lora.families.latte.checkpoint",
-    tiny_module="dit_lora.families.latte.tiny",
     group_patterns={
         "connector": ("pos_embed.*", "adaln_single.*", "caption_projection.*", "scale_shift_table", "proj_out.*"),
         "backbone": ("transformer_blocks.*", "temporal_transformer_blocks.*"),

@@ -18,17 +18,8 @@ from torch import nn
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import (
-    Checkpoint,
-    CheckpointInfo,
-    Encoders,
-    Sampler,
-    Tensors,
-    TensorSpec,
-    TextEncoder,
-    TextLimit,
-)
-from dit_lora.families.captions import build_text_attention_bias, load_text_limit, trim_text_padding
+from dit_lora.families.base import Checkpoint, CheckpointInfo, Encoders, Sampler, Tensors, TensorSpec, TextEncoder
+from dit_lora.families.captions import build_text_attention_bias, get_caption_spec, trim_text_padding
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.noise_prediction import (
     FRAMES_TRANSFORM,
@@ -49,6 +40,7 @@ class LatteInfo(CheckpointInfo):
     """Info (configs, supported shapes) of a Latte text-to-video checkpoint."""
 
     pipeline_class: ClassVar[Any] = LattePipeline
+    text_tokens: ClassVar[int] = TEXT_TOKENS
 
     @property
     def size_multiple(self) -> int:
@@ -74,15 +66,11 @@ class LatteEncoders(Encoders):
     vae_class = AutoencoderKL
     transform = FRAMES_TRANSFORM
 
-    def load_text_limit(self) -> TextLimit:
-        return load_text_limit(self.info.path, TEXT_TOKENS)
-
     def text_cache_key(self) -> Mapping[str, Any]:
         return {**super().text_cache_key(), "tokens": TEXT_TOKENS}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
-        size = (TEXT_TOKENS, self.info.transformer_config["caption_channels"])
-        return {"prompt_embeds": (torch.Size(size), dtype), "prompt_mask": (torch.Size(size[:1]), torch.bool)}
+        return get_caption_spec(TEXT_TOKENS, self.info.transformer_config["caption_channels"], dtype, "prompt_mask")
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load T5 as Latte's pipeline uses it: all 120 tokens with padding, and a mask of the text tokens.
@@ -148,6 +136,8 @@ class LatteDenoiser(NoiseDenoiser):
 
 @dataclass(frozen=True, kw_only=True)
 class LatteSampler(Sampler):
+    frames_argument = "video_length"
+
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         """Latte's pipeline arguments for a prompt.
 
@@ -163,21 +153,13 @@ class LatteSampler(Sampler):
         return arguments
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
-        return {
-            "video_length": shape.frames,
-            "height": shape.height,
-            "width": shape.width,
-            # Decode one frame at a time, as frames are encoded.
-            "decode_chunk_size": 1,
-        }
+        # Decode one frame at a time, as frames are encoded.
+        return {**super().shape_kwargs(shape), "decode_chunk_size": 1}
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs of a Latte checkpoint.
-
-    Raises `DitLoraError` for another pipeline, broken weights or a model without a variance.
-    """
-    _, fields = read_checkpoint(model, family.pipeline_names, weights=("vae", "text_encoder"), vae_class=AutoencoderKL)
+    """Read the configs of a Latte checkpoint. Raises as `DiffusionFamily.open` does."""
+    _, fields = read_checkpoint(model, family.pipeline_names, vae_class=AutoencoderKL)
     config = fields["transformer_config"]
     # null means as many as in_channels.
     config["out_channels"] = config.get("out_channels") or config["in_channels"]
@@ -188,11 +170,6 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
         )
     # Older files lack this option: use the model's default.
     config.setdefault("video_length", 16)
-    # All roles share these facts.
     info = LatteInfo(**fields)
-    return Checkpoint(
-        info=info,
-        encoders=LatteEncoders(info=info),
-        denoiser=LatteDenoiser(info=info, objective=read_noise_objective(model, info.path)),
-        sampler=LatteSampler(info=info),
-    )
+    denoiser = LatteDenoiser(info=info, objective=read_noise_objective(model, info.path))
+    return Checkpoint.from_denoiser(denoiser, LatteEncoders, LatteSampler)

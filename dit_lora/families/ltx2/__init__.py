@@ -41,8 +41,6 @@ _COMFYUI_NAMES = {
 
 FAMILY = DiffusionFamily(
     name="ltx2",
-    checkpoint_module="dit_lora.families.ltx2.checkpoint",
-    tiny_module="dit_lora.families.ltx2.tiny",
     # Only the video's layers, as the trainer's guide says. With sound, the checkpoint selects the layers of all
     # attentions.
     lora_targets=tuple(f"{attn}.{layer}" for attn in ("attn1", "attn2") for layer in ATTENTION_LAYERS),

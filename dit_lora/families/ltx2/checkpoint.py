@@ -35,10 +35,7 @@ _TASKS = {LTX2ImageToVideoPipeline.__name__: "i2v", LTX2InContextPipeline.__name
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs of an LTX-2, LTX-2.3 or LTX-2.5 checkpoint.
-
-    Raises `DitLoraError` for contradicting parts, another scheduler or broken weight files.
-    """
+    """Read the configs of an LTX-2, LTX-2.3 or LTX-2.5 checkpoint. Raises as `DiffusionFamily.open` does."""
     # Older files lack options. The checks below need all of them.
     index, fields = read_checkpoint(
         model,
@@ -75,12 +72,8 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
 
         return image_to_video.compose_checkpoint(objective, **facts)
     info = LTX2Info(**facts)
-    return Checkpoint(
-        info=info,
-        encoders=LTX2Encoders(info=info),
-        denoiser=LTX2Denoiser(info=info, objective=objective),
-        sampler=LTX2Sampler(info=info),
-    )
+    denoiser = LTX2Denoiser(info=info, objective=objective)
+    return Checkpoint.from_denoiser(denoiser, LTX2Encoders, LTX2Sampler)
 
 
 def _require_matching_components(model: ModelConfig, fields: Mapping[str, Any]) -> None:

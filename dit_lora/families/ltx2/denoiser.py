@@ -22,7 +22,6 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families.base import TensorMap
 from dit_lora.families.captions import trim_text_padding
 from dit_lora.families.flow_matching import FlowDenoiser, compute_mu
-from dit_lora.families.latents import compute_packed_loss_weights
 from dit_lora.families.ltx2.cross_timesteps import use_modality_timesteps
 from dit_lora.families.ltx2.info import LTX2Info
 from dit_lora.numerics.objectives import LossOutput, compute_mean_squared_error
@@ -52,10 +51,7 @@ class LTX2Denoiser(FlowDenoiser):
 
         Sound has its own noise level, shifted by its own number of tokens, as in the vendor's trainer (flexible.py).
         """
-        channels, *grid = batch["latent_mean"].shape[1:]
         video = dict(super().get_random_input_samplers(batch))
-        # The latents are packed: a row of noise for each token.
-        video["noise"] = partial(draw_normal_noise, (prod(grid), channels))
         # Cached clips may have sound that this run does not train.
         if not self.info.has_sound:
             return video
@@ -74,19 +70,6 @@ class LTX2Denoiser(FlowDenoiser):
         # The conditioning's random tensors come last.
         conditioning = {name: video.pop(name) for name in self.conditioning.get_random_input_samplers(batch)}
         return {**video, **sound, **conditioning}
-
-    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """LTX-2's clean training latents, packed (B, S, C), with those that are given as conditioning in their place.
-
-        The cached ones are normalized.
-        """
-        # (B, C, F, H, W) -> (B, S, C)
-        packed = LTX2Pipeline._pack_latents(batch["latent_mean"].float())
-        return self.conditioning.insert_clean_latents(packed, batch, random_tensors)
-
-    def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
-        """Loss weights from masks, packed like LTX-2's video latents, (B, S, C). Sound is never masked."""
-        return compute_packed_loss_weights(batch, self.mask_floor, LTX2Pipeline._pack_latents)
 
     def losses(self, transformer: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput:
         """LTX-2's velocity loss of each sample.
@@ -123,6 +106,13 @@ class LTX2Denoiser(FlowDenoiser):
         # Each term is a mean, so video and sound have equal weight whatever their numbers of tokens.
         losses = losses + compute_mean_squared_error(audio, objective.compute_target(sound, draws["audio_noise"]))
         return LossOutput(losses, objective.convert_to_timesteps(sigmas))
+
+    def _scale_latents(self, latents: torch.Tensor, batch: TensorMap) -> torch.Tensor:
+        # The cached ones are normalised.
+        return latents
+
+    def _pack_tokens(self, latents: torch.Tensor) -> torch.Tensor:
+        return LTX2Pipeline._pack_latents(latents)
 
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap

@@ -14,9 +14,7 @@ from diffusers import AutoencoderKLLTX2Video
 from diffusers.pipelines.ltx2 import LTX2TextConnectors
 
 from dit_lora.data.media.sound import SoundFormat
-from dit_lora.environment.pretrained import load_pretrained
-from dit_lora.families.base import Encoders, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
-from dit_lora.families.captions import load_text_limit
+from dit_lora.families.base import Encoders, Tensors, TensorSpec, TextEncoder, VideoEncoder
 from dit_lora.families.latents import PLAIN_VAE, VaeMemory, encode_video
 from dit_lora.families.ltx2.info import LTX2Info
 from dit_lora.families.ltx2.sound import SOUND_TRANSFORM, build_audio_encoder
@@ -49,9 +47,6 @@ class LTX2Encoders(Encoders):
             return key
         return {**key, "audio_vae": self.info.path / "audio_vae", "audio_transform": SOUND_TRANSFORM}
 
-    def load_text_limit(self) -> TextLimit:
-        return load_text_limit(self.info.path, self.info.text_tokens)
-
     def text_cache_key(self) -> Mapping[str, Any]:
         # The cached tensors come from the connectors, which differ between 2.0 and 2.3 although the text encoder is
         # the same.
@@ -69,11 +64,8 @@ class LTX2Encoders(Encoders):
 
     def load_text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
         """Load LTX-2's pipeline with only its text encoder and connectors."""
-        # None leaves a component out. The connectors stay, because captions pass through them.
-        components = self.info.pipeline_components() | dict.fromkeys(("transformer", "vae", "audio_vae", "vocoder"))
-        return load_pretrained(
-            self.info.pipeline_class, self.info.path, dtype=dtype, use_safetensors=True, **components
-        ).to(device)
+        # The connectors stay, because captions pass through them.
+        return self._load_text_pipeline(dtype, device, audio_vae=None, vocoder=None)
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load Gemma and the connectors as LTX-2's pipeline uses them."""

@@ -142,9 +142,5 @@ def compose_checkpoint(objective: FlowMatching, **facts: Any) -> Checkpoint:
     """Build an opened LTX-2 checkpoint for image-to-video."""
     info = LTX2ImageInfo(**facts)
     conditioning = FirstFrameTokenConditioning(image_latents=get_image_tokens)
-    return Checkpoint(
-        info=info,
-        encoders=LTX2ImageEncoders(info=info),
-        denoiser=LTX2Denoiser(info=info, objective=objective, conditioning=conditioning),
-        sampler=LTX2ImageSampler(info=info),
-    )
+    denoiser = LTX2Denoiser(info=info, objective=objective, conditioning=conditioning)
+    return Checkpoint.from_denoiser(denoiser, LTX2ImageEncoders, LTX2ImageSampler)

@@ -276,9 +276,5 @@ def compose_checkpoint(objective: FlowMatching, **facts: Any) -> Checkpoint:
     info = LTX2InContextInfo(**facts)
     # The config has the factors and the offset that positions are computed with.
     conditioning = ReferenceTokens(transformer_config=info.transformer_config)
-    return Checkpoint(
-        info=info,
-        encoders=LTX2InContextEncoders(info=info),
-        denoiser=LTX2Denoiser(info=info, objective=objective, conditioning=conditioning),
-        sampler=LTX2InContextSampler(info=info),
-    )
+    denoiser = LTX2Denoiser(info=info, objective=objective, conditioning=conditioning)
+    return Checkpoint.from_denoiser(denoiser, LTX2InContextEncoders, LTX2InContextSampler)

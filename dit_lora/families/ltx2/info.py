@@ -35,8 +35,6 @@ class LTX2Info(CheckpointInfo):
     """True if sound is trained with the video (`data.sound`)."""
     fps: float | None = None
     """Frames per second: positions are in seconds. None for the pipeline's default."""
-    has_task_override: bool = False
-    """True if the recipe selects another task than the checkpoint's pipeline."""
     pipeline_class: ClassVar[Any] = LTX2Pipeline
     supported_options: ClassVar[tuple[str, ...]] = ("model.task", "data.sound")
 
@@ -51,11 +49,6 @@ class LTX2Info(CheckpointInfo):
     @property
     def frame_rate(self) -> float:
         return self.fps or get_call_default(self.pipeline_class, "frame_rate")
-
-    @property
-    def text_tokens(self) -> int:
-        """Number of tokens to which every caption is padded: the default of LTX-2's pipeline."""
-        return get_call_default(self.pipeline_class, "max_sequence_length")
 
     @property
     def size_multiple(self) -> int:
@@ -126,10 +119,3 @@ class LTX2Info(CheckpointInfo):
         Neither captions nor samples use them.
         """
         return dict.fromkeys(self.pipeline_class._optional_components)
-
-    def model_index_changes(self) -> dict[str, Any]:
-        """Change of model_index.json to the pipeline class that was trained.
-
-        Empty unless the recipe chose another task than the checkpoint's.
-        """
-        return {"_class_name": self.pipeline_class.__name__} if self.has_task_override else {}

@@ -21,6 +21,7 @@ class LTX2Sampler(Sampler):
     """LTX-2's pipeline arguments for the tasks without references."""
 
     info: LTX2Info
+    frames_argument = "num_frames"
 
     def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
         # Without the text encoder, the connectors are not needed either.
@@ -31,12 +32,7 @@ class LTX2Sampler(Sampler):
         return {"prompt": prompt} if isinstance(prompt, str) else join_prompt_tensors(prompt, empty_prompt)
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
-        return {
-            "num_frames": shape.frames,
-            "height": shape.height,
-            "width": shape.width,
-            "frame_rate": float(self.info.frame_rate),
-        }
+        return {**super().shape_kwargs(shape), "frame_rate": float(self.info.frame_rate)}
 
     def sampling_kwargs(self, sampling: Sampling) -> dict[str, Any]:
         """LTX-2's pipeline arguments for frame rate and guidance.

@@ -80,22 +80,29 @@ def _build_tokenizer() -> GemmaTokenizer:
     return GemmaTokenizer(vocab=vocab, merges=[], model_max_length=2048)
 
 
+def _build_text_config(tokenizer: GemmaTokenizer) -> dict[str, Any]:
+    """Options that the language models of Gemma 3 and Gemma 4 share."""
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": _TEXT_WIDTH,
+        "intermediate_size": 24,
+        "num_hidden_layers": _TEXT_LAYERS,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "initializer_range": 0.2,
+        "sliding_window": 64,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+
+
 def _build_gemma(tokenizer: GemmaTokenizer) -> Gemma3ForConditionalGeneration:
     config = Gemma3Config(
         text_config={
+            **_build_text_config(tokenizer),
             "model_type": "gemma3_text",
-            "vocab_size": len(tokenizer),
-            "hidden_size": _TEXT_WIDTH,
-            "intermediate_size": 24,
-            "num_hidden_layers": _TEXT_LAYERS,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 8,
-            "initializer_range": 0.2,
-            "sliding_window": 64,
-            "pad_token_id": tokenizer.pad_token_id,
-            "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
         },
         # Gemma 3 is multimodal, so the config must describe a vision encoder, which captions never use.
         vision_config={
@@ -123,23 +130,12 @@ def _build_gemma4(tokenizer: GemmaTokenizer) -> Gemma4UnifiedForConditionalGener
     """
     config = Gemma4UnifiedConfig(
         text_config={
+            **_build_text_config(tokenizer),
             "model_type": "gemma4_unified_text",
-            "vocab_size": len(tokenizer),
-            "hidden_size": _TEXT_WIDTH,
-            "intermediate_size": 24,
-            "num_hidden_layers": _TEXT_LAYERS,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 8,
             "global_head_dim": 16,
             "layer_types": ["sliding_attention", "full_attention"],
             "num_global_key_value_heads": 1,
             "attention_k_eq_v": True,
-            "initializer_range": 0.2,
-            "sliding_window": 64,
-            "pad_token_id": tokenizer.pad_token_id,
-            "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
         },
     )
     return Gemma4UnifiedForConditionalGeneration(config).eval()

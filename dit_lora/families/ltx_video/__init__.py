@@ -21,8 +21,6 @@ _RENAMED_LAYERS = {
 
 FAMILY = DiffusionFamily(
     name="ltx_video",
-    checkpoint_module="dit_lora.families.ltx_video.checkpoint",
-    tiny_module="dit_lora.families.ltx_video.tiny",
     # The default targets are those of Lightricks/LTX-Video-Trainer (configs/ltxv_2b_lora_low_vram.yaml).
     group_patterns={
         "connector": ("proj_in.*", "caption_projection.*", "time_embed.*", "scale_shift_table", "proj_out.*"),

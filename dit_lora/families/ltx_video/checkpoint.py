@@ -11,29 +11,17 @@ from dit_lora.families.base import Checkpoint
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import build_flow_matching, read_flow_scheduler
 from dit_lora.families.ltx_video import image_to_video
-from dit_lora.families.ltx_video.text_to_video import (
-    LTXVideoDenoiser,
-    LTXVideoEncoders,
-    LTXVideoInfo,
-    LTXVideoSampler,
-)
+from dit_lora.families.ltx_video.text_to_video import LTXVideoDenoiser, LTXVideoEncoders, LTXVideoInfo, LTXVideoSampler
 from dit_lora.families.opening import read_checkpoint
 from dit_lora.families.refusals import refuse_ic_lora
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs of an LTX-Video checkpoint.
-
-    Raises `DitLoraError` for another pipeline or scheduler, misfit parts or broken weights.
-    """
+    """Read the configs of an LTX-Video checkpoint. Raises as `DiffusionFamily.open` does."""
     refuse_ic_lora(model)
     # Files of 0.9 lack options that later versions introduced.
     index, fields = read_checkpoint(
-        model,
-        family.pipeline_names,
-        weights=("vae", "text_encoder"),
-        transformer_class=LTXVideoTransformer3DModel,
-        vae_class=AutoencoderKLLTXVideo,
+        model, family.pipeline_names, transformer_class=LTXVideoTransformer3DModel, vae_class=AutoencoderKLLTXVideo
     )
     scheduler = read_flow_scheduler(model, fields["path"])
     # Both pipelines compute positions for patches of 1, so other configs would train on wrong positions.
@@ -46,12 +34,8 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     if task == "i2v":
         return image_to_video.compose_checkpoint(objective, **facts)
     info = LTXVideoInfo(**facts)
-    return Checkpoint(
-        info=info,
-        encoders=LTXVideoEncoders(info=info),
-        denoiser=LTXVideoDenoiser(info=info, objective=objective),
-        sampler=LTXVideoSampler(info=info),
-    )
+    denoiser = LTXVideoDenoiser(info=info, objective=objective)
+    return Checkpoint.from_denoiser(denoiser, LTXVideoEncoders, LTXVideoSampler)
 
 
 def _require_matching_components(model: ModelConfig, transformer: Mapping[str, Any], vae: Mapping[str, Any]) -> None:

@@ -115,9 +115,5 @@ def compose_checkpoint(objective: FlowMatching, **facts: Any) -> Checkpoint:
     """Build an opened LTX-Video checkpoint for image-to-video."""
     info = LTXVideoImageInfo(**facts)
     conditioning = SampledFirstTokens(image_latents=get_image_tokens)
-    return Checkpoint(
-        info=info,
-        encoders=LTXVideoImageEncoders(info=info),
-        denoiser=LTXVideoDenoiser(info=info, objective=objective, conditioning=conditioning),
-        sampler=LTXVideoSampler(info=info),
-    )
+    denoiser = LTXVideoDenoiser(info=info, objective=objective, conditioning=conditioning)
+    return Checkpoint.from_denoiser(denoiser, LTXVideoImageEncoders, LTXVideoSampler)

@@ -9,7 +9,6 @@ Shapes: B batch, T text tokens, D text width, C latent channels, F latent frames
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import lcm, prod
 from typing import Any, ClassVar, Self
 
@@ -28,18 +27,13 @@ from dit_lora.families.base import (
     Tensors,
     TensorSpec,
     TextEncoder,
-    TextLimit,
 )
-from dit_lora.families.captions import load_text_limit, make_caption_encoder
+from dit_lora.families.captions import get_caption_spec, make_caption_encoder
 from dit_lora.families.flow_matching import FlowDenoiser, compute_mu, require_min_steps
-from dit_lora.families.latents import (
-    compute_packed_loss_weights,
-    encode_video,
-    sample_posterior,
-)
+from dit_lora.families.latents import encode_video
 from dit_lora.families.opening import get_call_default
 from dit_lora.families.refusals import frame_count_errors, side_errors
-from dit_lora.numerics.streams import DrawFunctions, draw_normal_noise, move_to_device
+from dit_lora.numerics.streams import move_to_device
 
 PIPELINE_MULTIPLE = 32  # required by check_inputs of both pipelines, for any autoencoder
 # Recommended for decoders with a timestep (Diffusers' page on LTX-Video); the pipelines' defaults are 0.
@@ -54,8 +48,6 @@ class LTXVideoInfo(CheckpointInfo):
     """The scheduler's config, filled with its class's defaults."""
     fps: float | None = None
     """Frames per second, from which positions are computed. None for the pipeline's default."""
-    has_task_override: bool = False
-    """True if the recipe selects another task than the checkpoint's pipeline."""
     pipeline_class: ClassVar[Any] = LTXPipeline
     supported_options: ClassVar[tuple[str, ...]] = ("model.task",)
 
@@ -90,11 +82,6 @@ class LTXVideoInfo(CheckpointInfo):
     def frame_rate(self) -> float:
         return self.fps or get_call_default(self.pipeline_class, "frame_rate")
 
-    @property
-    def text_tokens(self) -> int:
-        """Number of tokens to which every caption is padded: the default of LTX-Video's pipeline."""
-        return get_call_default(self.pipeline_class, "max_sequence_length")
-
     def copy_with_recipe_settings(self, recipe: Recipe, training_options: Sequence[str] = ()) -> Self:
         """Apply the recipe's frame rate. Raises `DitLoraError` for one-step samples whose timestep would be NaN."""
         # Check now: otherwise validation samples would fail in the middle of a run.
@@ -106,10 +93,6 @@ class LTXVideoInfo(CheckpointInfo):
         fps = metadata.get("video", {}).get("fps", self.fps)
         return replace(super().copy_with_training_metadata(metadata), fps=fps)
 
-    def model_index_changes(self) -> dict[str, Any]:
-        """Pipeline class of LTX-Video for the task that is trained, which may differ from the checkpoint's."""
-        return {"_class_name": self.pipeline_class.__name__} if self.has_task_override else {}
-
 
 @dataclass(frozen=True, kw_only=True)
 class LTXVideoEncoders(Encoders):
@@ -119,18 +102,11 @@ class LTXVideoEncoders(Encoders):
     vae_class = AutoencoderKLLTXVideo
     transform = "ltx-video-1: pixels / 127.5 - 1, posterior mean and logvar, and the VAE's statistics, fp32"
 
-    def load_text_limit(self) -> TextLimit:
-        return load_text_limit(self.info.path, self.info.text_tokens)
-
     def text_cache_key(self) -> Mapping[str, Any]:
         return {**super().text_cache_key(), "tokens": self.info.text_tokens}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
-        tokens, width = self.info.text_tokens, self.info.transformer_config["caption_channels"]
-        return {
-            "prompt_embeds": (torch.Size((tokens, width)), dtype),
-            "prompt_attention_mask": (torch.Size((tokens,)), torch.bool),
-        }
+        return get_caption_spec(self.info.text_tokens, self.info.transformer_config["caption_channels"], dtype)
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load T5 as the pipeline uses it: T5 attends to its padding, which a mask then hides from the transformer."""
@@ -165,27 +141,11 @@ class LTXVideoDenoiser(FlowDenoiser):
         # Every latent is one token.
         return compute_mu(self.info.scheduler, prod(size[1:]))
 
-    def get_random_input_samplers(self, batch: TensorMap) -> DrawFunctions:
-        """Random tensors of a flow-matching step, with noise for packed latents (S, C)."""
-        channels, *grid = batch["latent_mean"].shape[1:]
-        return {
-            **super().get_random_input_samplers(batch),
-            "noise": partial(draw_normal_noise, (prod(grid), channels)),
-        }
+    def _scale_latents(self, latents: torch.Tensor, batch: TensorMap) -> torch.Tensor:
+        return normalize_latents(latents, batch, self.info.vae_config["scaling_factor"])
 
-    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """LTX-Video's clean training latents: sampled from the posterior, normalized and packed, (B, S, C).
-
-        This is the inverse of decoding.
-        """
-        latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
-        packed = pack_latents(normalize_latents(latents, batch, self.info.vae_config["scaling_factor"]))
-        # For image-to-video, the image's tokens replace those of the first frame.
-        return self.conditioning.insert_clean_latents(packed, batch, random_tensors)
-
-    def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
-        """Loss weights from masks, packed like LTX-Video's latents, (B, S, C); None without masks."""
-        return compute_packed_loss_weights(batch, self.mask_floor, pack_latents)
+    def _pack_tokens(self, latents: torch.Tensor) -> torch.Tensor:
+        return pack_latents(latents)
 
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
@@ -226,14 +186,11 @@ class LTXVideoSampler(Sampler):
     """LTX-Video's pipeline arguments, for text-to-video and image-to-video."""
 
     info: LTXVideoInfo
+    frames_argument = "num_frames"
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
-        return {
-            "num_frames": shape.frames,
-            "height": shape.height,
-            "width": shape.width,
-            **(_DECODE_KWARGS if self.info.vae_config["timestep_conditioning"] else {}),
-        }
+        decode_kwargs = _DECODE_KWARGS if self.info.vae_config["timestep_conditioning"] else {}
+        return {**super().shape_kwargs(shape), **decode_kwargs}
 
     def sampling_kwargs(self, sampling: Sampling) -> dict[str, Any]:
         """LTX-Video's pipeline argument for frames per second.

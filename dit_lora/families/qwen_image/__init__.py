@@ -6,7 +6,6 @@ from dit_lora.families.family import DiffusionFamily, License
 FAMILY = DiffusionFamily(
     name="qwen_image",
     checkpoint_module="dit_lora.families.qwen_image.opened",
-    tiny_module="dit_lora.families.qwen_image.tiny",
     # The default targets are those of Diffusers' train_dreambooth_lora_qwen_image.py: attention of the image stream.
     group_patterns={
         "connector": ("img_in.*", "txt_in.*", "txt_norm.*", "time_text_embed.*", "norm_out.*", "proj_out.*"),

@@ -15,18 +15,13 @@ from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from torch import nn
 from torch.nn import functional
 
-from dit_lora.families.base import Sampler, Sampling, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit
-from dit_lora.families.captions import load_text_limit, make_caption_encoder, trim_text_padding
+from dit_lora.families.base import Sampler, Sampling, TensorMap, Tensors, TensorSpec, TextEncoder
+from dit_lora.families.captions import get_caption_spec, make_caption_encoder, trim_text_padding
 from dit_lora.families.flow_matching import FlowDenoiser, compute_mu, require_min_steps
-from dit_lora.families.latents import (
-    PACK_SIZE,
-    compute_packed_loss_weights,
-    compute_token_grid,
-    make_packed_noise_samplers,
-)
+from dit_lora.families.latents import PACK_SIZE, compute_token_grid
 from dit_lora.families.opening import build_empty_pipeline
-from dit_lora.families.qwen_latents import QwenLatentsEncoders, QwenLatentsInfo, sample_normalized_latents
-from dit_lora.numerics.streams import DrawFunctions, move_to_device
+from dit_lora.families.qwen_latents import QwenLatentsEncoders, QwenLatentsInfo
+from dit_lora.numerics.streams import move_to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +35,13 @@ class QwenImageInfo(QwenLatentsInfo):
 class QwenImageEncoders(QwenLatentsEncoders):
     info: QwenImageInfo
 
-    def load_text_limit(self) -> TextLimit:
-        """Load Qwen-Image's caption limit, not counting the chat template's tokens around the caption."""
-        return load_text_limit(self.info.path, self.info.text_tokens)
-
     def text_cache_key(self) -> Mapping[str, Any]:
         template = get_template_cache_key(self.info.pipeline_class)
         return {**super().text_cache_key(), "tokens": self.info.text_tokens, **template}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
         width = self.info.transformer_config["joint_attention_dim"]
-        return get_caption_spec(self.info.text_tokens, width, dtype)
+        return get_caption_spec(self.info.text_tokens, width, dtype, "prompt_mask")
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load Qwen2.5-VL as Qwen-Image's pipeline uses it. Captions are padded with zeros and have a mask."""
@@ -83,18 +74,8 @@ class QwenImageDenoiser(FlowDenoiser):
                 transformer.pos_embed = type(rope)(rope.theta, rope.axes_dim, rope.scale_rope)
         return transformer
 
-    def get_random_input_samplers(self, batch: TensorMap) -> DrawFunctions:
-        return {**super().get_random_input_samplers(batch), **make_packed_noise_samplers(batch["latent_mean"])}
-
-    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """Qwen-Image's clean training latents: sampled from the posterior, normalized and packed, (B, S, P).
-
-        This is the inverse of decoding.
-        """
-        return pack_latents(sample_normalized_latents(batch, random_tensors, self.info.vae_config))
-
-    def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
-        return compute_packed_loss_weights(batch, self.mask_floor, pack_latents)
+    def _pack_tokens(self, latents: torch.Tensor) -> torch.Tensor:
+        return pack_latents(latents)
 
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
@@ -149,12 +130,6 @@ def get_template_cache_key(pipeline_class: Any) -> dict[str, Any]:
     """Part of the text cache key: the prompt template, and the number of its tokens that the pipeline drops."""
     stock = build_empty_pipeline(pipeline_class)
     return {"template": stock.prompt_template_encode, "dropped": stock.prompt_template_encode_start_idx}
-
-
-def get_caption_spec(num_tokens: int, width: int, dtype: torch.dtype) -> TensorSpec:
-    """Shapes and dtypes of an encoded, padded Qwen-Image caption, without the batch dimension."""
-    size = (num_tokens, width)
-    return {"prompt_embeds": (torch.Size(size), dtype), "prompt_mask": (torch.Size(size[:1]), torch.bool)}
 
 
 def pad_caption(embeddings: torch.Tensor, num_tokens: int) -> Tensors:

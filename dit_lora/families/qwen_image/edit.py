@@ -20,18 +20,12 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.data.media.video import ClipError
-from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.families.base import Sampling, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
+from dit_lora.families.captions import get_caption_spec
 from dit_lora.families.conditioning import Conditioning
 from dit_lora.families.latents import PLAIN_VAE, VaeMemory, append_references, compute_token_grid
 from dit_lora.families.opening import build_empty_pipeline
-from dit_lora.families.qwen_image.checkpoint import (
-    QwenImageSampler,
-    get_caption_spec,
-    get_template_cache_key,
-    pack_latents,
-    pad_caption,
-)
+from dit_lora.families.qwen_image.checkpoint import QwenImageSampler, get_template_cache_key, pack_latents, pad_caption
 from dit_lora.families.qwen_image.picture_text import (
     MAX_RATIO,
     PictureTextEncoder,
@@ -139,18 +133,10 @@ class QwenImageEditEncoders(QwenLatentsEncoders):
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
         num_tokens = self._count_prompt_tokens(load_image_processor(self.info.path))
-        return get_caption_spec(num_tokens, self.info.transformer_config["joint_attention_dim"], dtype)
+        return get_caption_spec(num_tokens, self.info.transformer_config["joint_attention_dim"], dtype, "prompt_mask")
 
     def load_text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
-        return load_pretrained(
-            self.info.pipeline_class,
-            self.info.path,
-            transformer=None,
-            vae=None,
-            processor=load_processor(self.info.path),
-            dtype=dtype,
-            use_safetensors=True,
-        ).to(device)
+        return self._load_text_pipeline(dtype, device, processor=load_processor(self.info.path))
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load Qwen2.5-VL as Qwen-Image-Edit's pipeline uses it, for captions with references.

@@ -33,10 +33,7 @@ _UNSUPPORTED_PIPELINES = {
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs of a Qwen-Image or Qwen-Image-Edit checkpoint.
-
-    Raises `DitLoraError` for another pipeline or scheduler, inputs that no pipeline provides, or broken weight files.
-    """
+    """Read the configs of a Qwen-Image or Qwen-Image-Edit checkpoint. Raises as `DiffusionFamily.open` does."""
     name = read_component_config(get_checkpoint_folder(model)).get("_class_name")
     if name in _UNSUPPORTED_PIPELINES:
         raise DitLoraError(
@@ -58,19 +55,11 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     objective, pipeline_name = build_flow_matching(fields["scheduler"]), index["_class_name"]
     if pipeline_name == QwenImagePipeline.__name__:
         info = QwenImageInfo(**fields)
-        return Checkpoint(
-            info=info,
-            encoders=QwenImageEncoders(info=info),
-            denoiser=QwenImageDenoiser(info=info, objective=objective),
-            sampler=QwenImageSampler(info=info),
-        )
+        denoiser = QwenImageDenoiser(info=info, objective=objective)
+        return Checkpoint.from_denoiser(denoiser, QwenImageEncoders, QwenImageSampler)
     # 2509 and 2511 have the same pipeline.
     edit_fields: dict[str, Any] = EDIT_PLUS if pipeline_name == QwenImageEditPlusPipeline.__name__ else {}
     edit_info = QwenImageEditInfo(**fields, **edit_fields)
     conditioning = ReferenceConditioning()
-    return Checkpoint(
-        info=edit_info,
-        encoders=QwenImageEditEncoders(info=edit_info),
-        denoiser=QwenImageDenoiser(info=edit_info, objective=objective, conditioning=conditioning),
-        sampler=QwenImageEditSampler(info=edit_info),
-    )
+    denoiser = QwenImageDenoiser(info=edit_info, objective=objective, conditioning=conditioning)
+    return Checkpoint.from_denoiser(denoiser, QwenImageEditEncoders, QwenImageEditSampler)

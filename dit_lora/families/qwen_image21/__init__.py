@@ -5,8 +5,6 @@ from dit_lora.families.family import DiffusionFamily, License
 
 FAMILY = DiffusionFamily(
     name="qwen_image21",
-    checkpoint_module="dit_lora.families.qwen_image21.checkpoint",
-    tiny_module="dit_lora.families.qwen_image21.tiny",
     # The default targets are those of Diffusers' train_dreambooth_lora_qwenimage21.py.
     group_patterns={
         "connector": ("img_in.*", "txt_in.*", "time_text_embed.*", "modulation.*", "norm_out.*", "proj_out.*"),

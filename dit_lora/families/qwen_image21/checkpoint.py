@@ -8,7 +8,6 @@ Shapes: B batch, T text tokens, D text width, C latent channels, H and W latent 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,20 +17,14 @@ from torch import nn
 
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.families.base import Checkpoint, Sampling, TensorMap, Tensors, TensorSpec, TextEncoder, TextLimit
-from dit_lora.families.captions import make_caption_encoder, unpad_captions
+from dit_lora.families.captions import get_caption_spec, make_caption_encoder, unpad_captions
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser, build_flow_matching, compute_mu
-from dit_lora.families.latents import PACK_SIZE, compute_packed_loss_weights, encode_video
-from dit_lora.families.qwen_image.checkpoint import QwenImageSampler, get_caption_spec, pad_caption
+from dit_lora.families.latents import PACK_SIZE, encode_video
+from dit_lora.families.qwen_image.checkpoint import QwenImageSampler, pad_caption
 from dit_lora.families.qwen_image21.known_layout import use_shape_based_layout
 from dit_lora.families.qwen_image21.text import MAX_TEXT_TOKENS, load_processor, read_template
-from dit_lora.families.qwen_latents import (
-    QwenLatentsEncoders,
-    QwenLatentsInfo,
-    read_qwen_latents_checkpoint,
-    sample_normalized_latents,
-)
-from dit_lora.numerics.streams import DrawFunctions, draw_normal_noise
+from dit_lora.families.qwen_latents import QwenLatentsEncoders, QwenLatentsInfo, read_qwen_latents_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +32,7 @@ class QwenImage21Info(QwenLatentsInfo):
     """Info (configs, supported shapes) of a Qwen-Image 2.1 checkpoint."""
 
     pipeline_class: ClassVar[Any] = QwenImage21Pipeline
+    text_tokens: ClassVar[int] = MAX_TEXT_TOKENS
     sample_sigmas: tuple[float, ...] | None
     """Noise levels that Turbo is sampled at, from its model_index.json; None for the base."""
 
@@ -46,10 +40,6 @@ class QwenImage21Info(QwenLatentsInfo):
     def size_multiple(self) -> int:
         # The pipeline's vae_scale_factor, times two: it counts image tokens in squares of two by two.
         return int(PACK_SIZE * 2 ** (len(self.vae_config["dim_mult"]) - 1))
-
-    @property
-    def text_tokens(self) -> int:
-        return MAX_TEXT_TOKENS
 
     def pipeline_components(self) -> dict[str, Any]:
         return {"processor": load_processor(self.path)}
@@ -85,7 +75,7 @@ class QwenImage21Encoders(QwenLatentsEncoders):
         return {**files, "tokens": MAX_TEXT_TOKENS, "template": read_template()}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
-        return get_caption_spec(MAX_TEXT_TOKENS, self.info.transformer_config["context_in_dim"], dtype)
+        return get_caption_spec(MAX_TEXT_TOKENS, self.info.transformer_config["context_in_dim"], dtype, "prompt_mask")
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load Qwen3-VL as Qwen-Image 2.1's pipeline uses it. Captions are padded with zeros and have a mask."""
@@ -113,19 +103,10 @@ class QwenImage21Denoiser(FlowDenoiser):
         use_shape_based_layout(transformer)
         return transformer  # type: ignore[no-any-return]
 
-    def get_random_input_samplers(self, batch: TensorMap) -> DrawFunctions:
-        _, channels, *_, height, width = batch["latent_mean"].shape
-        return {
-            **super().get_random_input_samplers(batch),
-            "noise": partial(draw_normal_noise, (height * width, channels)),
-        }
-
-    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """Clean training latents, sampled from the posterior and normalized, (B, S, C): the inverse of decoding."""
-        return _pack_latents(sample_normalized_latents(batch, random_tensors, self.info.vae_config))
-
-    def compute_mask_loss_weights(self, batch: TensorMap) -> torch.Tensor | None:
-        return compute_packed_loss_weights(batch, self.mask_floor, _pack_latents)
+    def _pack_tokens(self, latents: torch.Tensor) -> torch.Tensor:
+        """Tokens (B, S, C) of latents (B, C, 1, H, W), made with the pipeline's method."""
+        batch, channels, _, height, width = latents.shape
+        return QwenImage21Pipeline._pack_latents(latents, batch, channels, height, width)
 
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
@@ -169,25 +150,12 @@ class QwenImage21Sampler(QwenImageSampler):
         return super().generate(pipeline, prompt_kwargs, sampling)[..., :3]
 
 
-def _pack_latents(latents: torch.Tensor) -> torch.Tensor:
-    """Tokens (B, S, C) of latents (B, C, 1, H, W), made with the pipeline's method."""
-    batch, channels, _, height, width = latents.shape
-    return QwenImage21Pipeline._pack_latents(latents, batch, channels, height, width)
-
-
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs of a Qwen-Image 2.1 checkpoint.
-
-    Raises `DitLoraError` for another pipeline or scheduler, misfit parts or broken weight files.
-    """
+    """Read the configs of a Qwen-Image 2.1 checkpoint. Raises as `DiffusionFamily.open` does."""
     index, fields = read_qwen_latents_checkpoint(
         model, family, QwenImage21Transformer2DModel, vae_class=AutoencoderKLQwenImage21, pack_size=1
     )
     sigmas = index.get("sample_sigmas")
     info = QwenImage21Info(**fields, sample_sigmas=None if sigmas is None else tuple(sigmas))
-    return Checkpoint(
-        info=info,
-        encoders=QwenImage21Encoders(info=info),
-        denoiser=QwenImage21Denoiser(info=info, objective=build_flow_matching(info.scheduler)),
-        sampler=QwenImage21Sampler(info=info),
-    )
+    denoiser = QwenImage21Denoiser(info=info, objective=build_flow_matching(info.scheduler))
+    return Checkpoint.from_denoiser(denoiser, QwenImage21Encoders, QwenImage21Sampler)

@@ -5,8 +5,6 @@ from dit_lora.families.family import DiffusionFamily, License
 
 FAMILY = DiffusionFamily(
     name="sana",
-    checkpoint_module="dit_lora.families.sana.checkpoint",
-    tiny_module="dit_lora.families.sana.tiny",
     # Diffusers' train_dreambooth_lora_sana.py adapts to_q, to_k and to_v of self and cross attention.
     group_patterns={
         "connector": (

@@ -36,9 +36,8 @@ from dit_lora.families.base import (
     Tensors,
     TensorSpec,
     TextEncoder,
-    TextLimit,
 )
-from dit_lora.families.captions import build_text_attention_bias, load_text_limit, make_caption_encoder
+from dit_lora.families.captions import build_text_attention_bias, get_caption_spec, make_caption_encoder
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser
 from dit_lora.families.opening import (
@@ -91,19 +90,13 @@ class SanaEncoders(Encoders):
     vae_class: ClassVar[Any] = AutoencoderDC
     transform = "sana-1: pixels / 127.5 - 1, latent"
 
-    def load_text_limit(self) -> TextLimit:
-        return load_text_limit(self.info.path, self._text_tokens)
-
     def text_cache_key(self) -> Mapping[str, Any]:
         # The instruction is encoded with every caption, so the embeddings depend on it.
-        return {**super().text_cache_key(), "tokens": self._text_tokens, "instruction": self._instruction}
+        return {**super().text_cache_key(), "tokens": self.info.text_tokens, "instruction": self._instruction}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
-        tokens, width = self._text_tokens, self.info.transformer_config["caption_channels"]
-        return {
-            "prompt_embeds": (torch.Size((tokens, width)), dtype),
-            "prompt_attention_mask": (torch.Size((tokens,)), torch.int64),
-        }
+        width = self.info.transformer_config["caption_channels"]
+        return get_caption_spec(self.info.text_tokens, width, dtype, mask_dtype=torch.int64)
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load Gemma as Sana's pipeline uses it, with an instruction before each caption.
@@ -119,7 +112,7 @@ class SanaEncoders(Encoders):
                 caption,
                 do_classifier_free_guidance=False,
                 device=device,
-                max_sequence_length=self._text_tokens,
+                max_sequence_length=self.info.text_tokens,
                 complex_human_instruction=instruction if caption else None,
             )
             return {"prompt_embeds": embeddings, "prompt_attention_mask": mask}
@@ -129,10 +122,6 @@ class SanaEncoders(Encoders):
     def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
         # DC-AE has no posterior. Latents are (C, H, W).
         return {"latent_mean": vae.encode(pixels.to(vae.device).float() / 127.5 - 1).latent[0]}
-
-    @property
-    def _text_tokens(self) -> int:
-        return get_call_default(self.info.pipeline_class, "max_sequence_length")
 
     @property
     def _instruction(self) -> Sequence[str]:
@@ -149,10 +138,6 @@ class SanaDenoiser(FlowDenoiser):
         keep_linear_attention_fp32(transformer, should_saturate=self.info.should_saturate)
         return transformer
 
-    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        # Without a posterior, every epoch uses the same latents.
-        return batch["latent_mean"].float() * self.info.vae_config["scaling_factor"]
-
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
@@ -164,6 +149,7 @@ class SanaDenoiser(FlowDenoiser):
 class SanaSampler(Sampler):
     info: SanaInfo
     output_field = "images"
+    fp32_components: ClassVar[tuple[str, ...]] = ("vae",)
 
     def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
         """Load Sana's pipeline with the autoencoder in fp32, as Sana's and Diffusers' own scripts do.
@@ -175,10 +161,6 @@ class SanaSampler(Sampler):
             transformer = load_or_init_transformer(SanaTransformer2DModel, self.info.path, dtype, None)
             keep_linear_attention_fp32(transformer, should_saturate=True)
         return super().pipeline(dtype, transformer, text)
-
-    @property
-    def fp32_components(self) -> tuple[str, ...]:
-        return ("vae",)
 
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         arguments = super().prompt_kwargs(prompt, empty_prompt)
@@ -206,20 +188,13 @@ def predict_velocity(
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs of a Sana checkpoint.
-
-    Raises `DitLoraError` for another pipeline or objective, or broken weight files.
-    """
+    """Read the configs of a Sana checkpoint. Raises as `DiffusionFamily.open` does."""
     fields, objective = read_sana_fields(family, model)
     # Random weights were not trained in fp16, so nothing has to be clamped.
     saturates = model.from_scratch is None and is_trained_in_fp16(fields["path"], model)
     info = SanaInfo(**fields, should_saturate=saturates)
-    return Checkpoint(
-        info=info,
-        encoders=SanaEncoders(info=info),
-        denoiser=SanaDenoiser(info=info, objective=objective),
-        sampler=SanaSampler(info=info),
-    )
+    denoiser = SanaDenoiser(info=info, objective=objective)
+    return Checkpoint.from_denoiser(denoiser, SanaEncoders, SanaSampler)
 
 
 def is_trained_in_fp16(path: Path, model: ModelConfig) -> bool:
@@ -239,7 +214,7 @@ def is_trained_in_fp16(path: Path, model: ModelConfig) -> bool:
 
 def read_sana_fields(family: DiffusionFamily, model: ModelConfig) -> tuple[dict[str, Any], FlowMatching]:
     """Read the constructor arguments of `CheckpointInfo` and the objective, for Sana and for SANA-Video."""
-    _, fields = read_checkpoint(model, family.pipeline_names, weights=("vae", "text_encoder"))
+    _, fields = read_checkpoint(model, family.pipeline_names)
     return fields, build_flow_objective(model, read_component_config(fields["path"], "scheduler"))
 
 

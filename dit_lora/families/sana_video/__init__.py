@@ -5,8 +5,6 @@ from dit_lora.families.family import DiffusionFamily, License
 
 FAMILY = DiffusionFamily(
     name="sana_video",
-    checkpoint_module="dit_lora.families.sana_video.checkpoint",
-    tiny_module="dit_lora.families.sana_video.tiny",
     group_patterns={
         "connector": (
             "patch_embedding.*",

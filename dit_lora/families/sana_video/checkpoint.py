@@ -20,11 +20,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Checkpoint, TensorMap, Tensors
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser
-from dit_lora.families.latents import (
-    encode_video,
-    normalize_latents,
-    sample_posterior,
-)
+from dit_lora.families.latents import encode_video
 from dit_lora.families.refusals import frame_count_errors, side_errors
 from dit_lora.families.sana.attention import keep_linear_attention_fp32
 from dit_lora.families.sana.checkpoint import (
@@ -86,11 +82,6 @@ class SanaVideoDenoiser(FlowDenoiser):
         keep_linear_attention_fp32(transformer, should_saturate=False)
         return transformer
 
-    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        # (B, C, F, H, W)
-        latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
-        return normalize_latents(latents, self.info.vae_config)
-
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
@@ -101,16 +92,11 @@ class SanaVideoDenoiser(FlowDenoiser):
 @dataclass(frozen=True, kw_only=True)
 class SanaVideoSampler(SanaSampler):
     output_field = "frames"
-
-    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
-        return {"frames": shape.frames, **super().shape_kwargs(shape)}
+    frames_argument = "frames"
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs of a SANA-Video checkpoint.
-
-    Raises `DitLoraError` as for Sana, and for another autoencoder than Wan's.
-    """
+    """Read the configs of a SANA-Video checkpoint. Raises as `DiffusionFamily.open` does."""
     fields, objective = read_sana_fields(family, model)
     vae = fields["vae_config"]
     kind = vae.get("_class_name")
@@ -120,9 +106,5 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
             f"{AutoencoderKLWan.__name__} (2B, 480p)"
         )
     info = SanaVideoInfo(**{**fields, "vae_config": {**_WAN_FACTORS, **vae}})
-    return Checkpoint(
-        info=info,
-        encoders=SanaVideoEncoders(info=info),
-        denoiser=SanaVideoDenoiser(info=info, objective=replace(objective, shift=_TRAIN_SHIFT)),
-        sampler=SanaVideoSampler(info=info),
-    )
+    denoiser = SanaVideoDenoiser(info=info, objective=replace(objective, shift=_TRAIN_SHIFT))
+    return Checkpoint.from_denoiser(denoiser, SanaVideoEncoders, SanaVideoSampler)

@@ -5,8 +5,6 @@ from dit_lora.families.family import DiffusionFamily, License
 
 FAMILY = DiffusionFamily(
     name="sd3",
-    checkpoint_module="dit_lora.families.sd3.checkpoint",
-    tiny_module="dit_lora.families.sd3.tiny",
     # Attention of both streams, as in Diffusers' train_dreambooth_lora_sd3.py. The checkpoint adds the text's queries,
     # except in the last block, and medium's second attention.
     lora_targets=(

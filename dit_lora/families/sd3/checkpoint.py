@@ -17,6 +17,7 @@ from torch import nn
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.families.base import (
+    TEXT_COMPONENTS,
     Checkpoint,
     CheckpointInfo,
     Encoders,
@@ -25,21 +26,13 @@ from dit_lora.families.base import (
     Tensors,
     TensorSpec,
     TextEncoder,
-    TextLimit,
 )
-from dit_lora.families.captions import load_text_limit, make_caption_encoder
+from dit_lora.families.captions import make_caption_encoder
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser, build_flow_matching, compute_mu, read_flow_scheduler
-from dit_lora.families.latents import (
-    encode_picture,
-    sample_posterior,
-    shift_and_scale_latents,
-)
-from dit_lora.families.opening import get_call_default, read_checkpoint, read_component_config
+from dit_lora.families.latents import encode_picture
+from dit_lora.families.opening import read_checkpoint, read_component_config
 from dit_lora.families.refusals import image_frames_errors, position_limit_errors, side_errors
-
-# text_encoder, tokenizer, text_encoder_2 and so on: encoders at even indices, tokenizers at odd ones.
-TEXT_COMPONENTS = tuple(f"{part}{number}" for number in ("", "_2", "_3") for part in ("text_encoder", "tokenizer"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,21 +75,13 @@ class SD3Info(CheckpointInfo):
         second = ("to_q", "to_k", "to_v", "to_out.0") if config["dual_attention_layers"] else ()
         return (*defaults, *queries, *(f"attn2.{name}" for name in second))
 
-    @property
-    def text_tokens(self) -> int:
-        """Number of T5 tokens to which every caption is padded: the default of SD3's pipeline."""
-        return get_call_default(self.pipeline_class, "max_sequence_length")
-
 
 @dataclass(frozen=True, kw_only=True)
 class SD3Encoders(Encoders):
     info: SD3Info
     vae_class = AutoencoderKL
+    tokenizer_folder = "tokenizer_3"  # T5's. The CLIPs read the first 77 tokens of a caption.
     transform = "sd3-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
-
-    def load_text_limit(self) -> TextLimit:
-        """Load the token limit of T5. The CLIPs read the first 77 tokens of a caption."""
-        return load_text_limit(self.info.path, self.info.text_tokens, folder="tokenizer_3")
 
     def text_cache_key(self) -> Mapping[str, Any]:
         folders = {name: self.info.path / name for name in TEXT_COMPONENTS}
@@ -145,11 +130,6 @@ class SD3Denoiser(FlowDenoiser):
         num_patches = size[-2] * size[-1] // self.info.transformer_config["patch_size"] ** 2
         return compute_mu(self.info.scheduler, num_patches)
 
-    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """SD3's clean training latents, sampled from the posterior and normalized. This is the inverse of decoding."""
-        latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
-        return shift_and_scale_latents(latents, self.info.vae_config)
-
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
@@ -169,31 +149,18 @@ class SD3Sampler(Sampler):
     info: SD3Info
     output_field = "images"
 
-    def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
-        # None leaves all three encoders and tokenizers out.
-        components = {} if text else dict.fromkeys(TEXT_COMPONENTS)
-        return self._load_pipeline(dtype, transformer, text, **components)
-
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs of an SD3 checkpoint.
-
-    Raises `DitLoraError` for another pipeline or scheduler, or broken weight files.
-    """
+    """Read the configs of an SD3 checkpoint. Raises as `DiffusionFamily.open` does."""
     # Only the encoders among the text components have weights.
     weights = ("vae", *TEXT_COMPONENTS[::2])
     _, fields = read_checkpoint(model, family.pipeline_names, weights=weights, transformer_class=SD3Transformer2DModel)
     path = fields["path"]
     scheduler = read_flow_scheduler(model, path)
-    # One `info` in all roles, so that none of them sees other facts.
     info = SD3Info(
         **fields,
         scheduler=scheduler,
         clip_tokens=read_component_config(path, "text_encoder")["max_position_embeddings"],
     )
-    return Checkpoint(
-        info=info,
-        encoders=SD3Encoders(info=info),
-        denoiser=SD3Denoiser(info=info, objective=build_flow_matching(scheduler)),
-        sampler=SD3Sampler(info=info),
-    )
+    denoiser = SD3Denoiser(info=info, objective=build_flow_matching(scheduler))
+    return Checkpoint.from_denoiser(denoiser, SD3Encoders, SD3Sampler)

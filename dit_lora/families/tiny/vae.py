@@ -29,21 +29,25 @@ def build_image_vae(
         use_quant_conv=False,
         use_post_quant_conv=False,
     )
-    narrow_vae_posterior(vae.encoder, LATENT_CHANNELS, width)
+    narrow_posterior(vae.encoder.conv_out, LATENT_CHANNELS, width)
     return vae.eval()
 
 
-def narrow_vae_posterior(encoder: Any, channels: int, width: float = 8.0) -> None:
-    """Make a random encoder's posterior as narrow as a trained one's.
+def narrow_posterior(head: Any, num_channels: int, width: float = 8.0) -> None:
+    """Make the posterior of a random VAE narrow and its mean wider, as in a trained VAE.
 
     Otherwise the posterior would be as wide as the latents, which leaves nothing to learn.
+
+    Args:
+        head: The encoder's last convolution. The first half of its output channels is the mean, the second the log
+            variance.
+        num_channels: Number of latent channels.
+        width: Scale of the mean, so that latents have a variance of about 1 once they are normalised.
     """
-    head = encoder.conv_out
     with torch.no_grad():
-        # The first half of the output channels is the mean, the second the log variance.
-        head.weight[:channels] *= width
-        head.weight[channels:] *= 0.1
-        head.bias[channels:] = -6.0
+        head.weight[:num_channels] *= width
+        head.weight[num_channels:] *= 0.1
+        head.bias[num_channels:] = -6.0
 
 
 def build_sd_vae() -> AutoencoderKL:
@@ -58,14 +62,8 @@ def build_sd_vae() -> AutoencoderKL:
         sample_size=32,
         scaling_factor=0.18215,
     )
-    vae.eval()
-    # A trained VAE has a narrow posterior and latents of unit variance after scaling. A random one's posterior is as
-    # wide as its latents, which would leave nothing to learn.
-    with torch.no_grad():
-        vae.quant_conv.weight[:4] *= 8.0
-        vae.quant_conv.weight[4:] *= 0.1
-        vae.quant_conv.bias[4:] = -6.0
-    return vae
+    narrow_posterior(vae.quant_conv, LATENT_CHANNELS)
+    return vae.eval()  # type: ignore[no-any-return]
 
 
 def build_qwen_image_vae() -> AutoencoderKLQwenImage:
@@ -78,12 +76,7 @@ def build_qwen_image_vae() -> AutoencoderKLQwenImage:
 
 def scale_posterior(vae: Any, width: float) -> Any:
     """Make a tiny VAE's posterior narrow and its mean as wide as `latents_std`, as in a trained VAE."""
-    # The first half of the output channels is the mean, the second the log variance.
-    head, latents = vae.quant_conv, vae.config.z_dim
-    with torch.no_grad():
-        head.weight[:latents] *= width
-        head.weight[latents:] *= 0.1
-        head.bias[latents:] = -6.0
+    narrow_posterior(vae.quant_conv, vae.config.z_dim, width)
     return vae.eval()
 
 
@@ -97,7 +90,7 @@ def build_flux2_vae() -> AutoencoderKLFlux2:
         use_quant_conv=False,
         use_post_quant_conv=False,
     )
-    narrow_vae_posterior(vae.encoder, LATENT_CHANNELS)
+    narrow_posterior(vae.encoder.conv_out, LATENT_CHANNELS)
     # The pipelines normalise latents with these statistics, so they must differ from the initial zeros and ones.
     with torch.no_grad():
         vae.bn.running_mean.normal_(std=0.3)

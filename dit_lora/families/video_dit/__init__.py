@@ -5,8 +5,6 @@ from dit_lora.families.family import DiffusionFamily
 
 FAMILY = DiffusionFamily(
     name="video_dit",
-    checkpoint_module="dit_lora.families.video_dit.checkpoint",
-    tiny_module="dit_lora.families.video_dit.tiny",
     group_patterns={
         "connector": ("patch_embed.*", "time_embed.*", "class_embed.*", "text_embed.*", "adaln_out.*", "proj_out.*"),
         "backbone": ("transformer_blocks.*",),

@@ -27,7 +27,6 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
 )
-from dit_lora.families.captions import load_text_limit
 from dit_lora.families.dit.classes import ClassEncoders, ClassInfo, ClassTable, read_class_names
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.noise_prediction import (
@@ -113,7 +112,8 @@ class TextVideoDiTEncoders(Encoders):
     transform = FRAMES_TRANSFORM
 
     def load_text_limit(self) -> TextLimit:
-        return load_text_limit(self.info.path)
+        tokenizer = self.load_tokenizer()
+        return TextLimit(tokenizer, tokenizer.model_max_length)
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
         return {"pooled_projections": (torch.Size((self.info.transformer_config["text_dim"],)), dtype)}
@@ -164,6 +164,8 @@ class VideoDiTDenoiser(NoiseDenoiser):
 
 @dataclass(frozen=True, kw_only=True)
 class TextVideoDiTSampler(Sampler):
+    frames_argument = "num_frames"
+
     def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
         # Load with our own code, so that weights are frozen and may be random (`model.from_scratch`).
         if transformer is None:
@@ -178,13 +180,11 @@ class TextVideoDiTSampler(Sampler):
             arguments["negative_pooled_projections"] = empty_prompt["pooled_projections"]
         return arguments
 
-    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
-        return {"num_frames": shape.frames, "height": shape.height, "width": shape.width}
-
 
 @dataclass(frozen=True, kw_only=True)
 class ClassVideoDiTSampler(Sampler):
     info: ClassVideoDiTInfo
+    frames_argument = "num_frames"
 
     def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
         # The stored transformer has no rows for new classes.
@@ -198,9 +198,6 @@ class ClassVideoDiTSampler(Sampler):
         if isinstance(prompt, str):
             return {"class_labels": torch.tensor([self.info.get_label_row(prompt)])}
         return {"class_labels": prompt["class_labels"]}
-
-    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
-        return {"num_frames": shape.frames, "height": shape.height, "width": shape.width}
 
 
 def load_transformer(info: CheckpointInfo, dtype: torch.dtype) -> nn.Module:
@@ -231,18 +228,10 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
     objective = read_noise_objective(model, path)
     if is_text:
         text_info = TextVideoDiTInfo(**fields)
-        return Checkpoint(
-            info=text_info,
-            encoders=TextVideoDiTEncoders(info=text_info),
-            denoiser=VideoDiTDenoiser(info=text_info, objective=objective),
-            sampler=TextVideoDiTSampler(info=text_info),
-        )
+        denoiser = VideoDiTDenoiser(info=text_info, objective=objective)
+        return Checkpoint.from_denoiser(denoiser, TextVideoDiTEncoders, TextVideoDiTSampler)
     # Until a recipe adds classes, those of the files are trained.
     table = VideoClassTable(config["num_classes"], read_class_names(index))
     info = ClassVideoDiTInfo(**fields, stored_classes=table, trained_classes=table)
-    return Checkpoint(
-        info=info,
-        encoders=ClassVideoDiTEncoders(info=info),
-        denoiser=VideoDiTDenoiser(info=info, objective=objective),
-        sampler=ClassVideoDiTSampler(info=info),
-    )
+    denoiser = VideoDiTDenoiser(info=info, objective=objective)
+    return Checkpoint.from_denoiser(denoiser, ClassVideoDiTEncoders, ClassVideoDiTSampler)

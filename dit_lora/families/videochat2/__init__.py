@@ -4,8 +4,6 @@ from dit_lora.families.family import ChatFamily
 
 FAMILY = ChatFamily(
     name="videochat2",
-    checkpoint_module="dit_lora.families.videochat2.checkpoint",
-    tiny_module="dit_lora.families.videochat2.tiny",
     # Includes lm_head, as in scripts/videochat_mistral.
     lora_targets=(
         "q_proj",

@@ -5,8 +5,6 @@ from dit_lora.families.family import DiffusionFamily, License
 
 FAMILY = DiffusionFamily(
     name="wan",
-    checkpoint_module="dit_lora.families.wan.checkpoint",
-    tiny_module="dit_lora.families.wan.tiny",
     # The default targets are those of finetrainers; musubi-tuner adapts every linear layer of the blocks.
     group_patterns={
         "connector": ("patch_embedding.*", "condition_embedder.*", "scale_shift_table", "proj_out.*"),

@@ -19,10 +19,7 @@ _IMAGE_PIPELINE = "WanImageToVideoPipeline"
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs of a Wan checkpoint.
-
-    Raises `DitLoraError` for contradicting parts, an unsupported task or broken weight files.
-    """
+    """Read the configs of a Wan checkpoint. Raises as `DiffusionFamily.open` does."""
     # Files written before an option existed lack it: `rope_max_seq_len`, the VAE's factors.
     index, fields = read_checkpoint(
         model,
@@ -52,12 +49,8 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
 
         return image_to_video.compose_checkpoint(objective, **facts, has_token_mask=has_both_tasks)
     info = WanInfo(**facts)
-    return Checkpoint(
-        info=info,
-        encoders=WanEncoders(info=info),
-        denoiser=WanDenoiser(info=info, objective=objective),
-        sampler=WanSampler(info=info),
-    )
+    denoiser = WanDenoiser(info=info, objective=objective)
+    return Checkpoint.from_denoiser(denoiser, WanEncoders, WanSampler)
 
 
 def _has_component(index: Mapping[str, Any], component: str) -> bool:

@@ -204,9 +204,5 @@ def compose_checkpoint(objective: FlowMatching, **facts: Any) -> Checkpoint:
     conditioning = (
         FirstFrameConditioning(image_latents=get_image_latents) if info.has_token_mask else MaskAndImageConditioning()
     )
-    return Checkpoint(
-        info=info,
-        encoders=WanImageEncoders(info=info),
-        denoiser=WanDenoiser(info=info, objective=objective, conditioning=conditioning),
-        sampler=WanImageSampler(info=info),
-    )
+    denoiser = WanDenoiser(info=info, objective=objective, conditioning=conditioning)
+    return Checkpoint.from_denoiser(denoiser, WanImageEncoders, WanImageSampler)

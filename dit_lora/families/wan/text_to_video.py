@@ -17,25 +17,10 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.experts import EXPERT_NAMES
-from dit_lora.environment.pretrained import load_pretrained
-from dit_lora.families.base import (
-    CheckpointInfo,
-    Encoders,
-    Sampler,
-    TensorMap,
-    Tensors,
-    TensorSpec,
-    TextEncoder,
-    TextLimit,
-)
-from dit_lora.families.captions import list_missing_ftfy_warnings, load_text_limit, make_padded_encoder
+from dit_lora.families.base import CheckpointInfo, Encoders, Sampler, TensorMap, TensorSpec, TextEncoder
+from dit_lora.families.captions import list_missing_ftfy_warnings, make_padded_encoder
 from dit_lora.families.flow_matching import FlowDenoiser
-from dit_lora.families.latents import (
-    encode_video,
-    normalize_latents,
-    sample_posterior,
-)
-from dit_lora.families.opening import get_call_default, read_component_config
+from dit_lora.families.opening import read_component_config
 from dit_lora.families.refusals import frame_count_errors, position_limit_errors, side_errors
 
 PIPELINE_MULTIPLE = 16  # required by check_inputs of both pipelines, for any autoencoder
@@ -49,9 +34,10 @@ class WanInfo(CheckpointInfo):
 
     expert_boundary: float | None = None
     """Noise level from which `transformer` denoises; below it, `transformer_2` does. None with a single expert."""
-    has_task_override: bool = False
-    """True if the recipe selects another task than the checkpoint's pipeline."""
     pipeline_class: ClassVar[Any] = WanPipeline
+    # `text_tokens` must be the default of the pipeline's `__call__`, not of `encode_prompt`: attention to an image
+    # assumes that the last 512 tokens are text (transformer_wan.py, WanAttnProcessor).
+
     # Only TI2V-5B trains both tasks; `open_checkpoint` refuses another task for the others.
     supported_options: ClassVar[tuple[str, ...]] = ("model.task",)
 
@@ -90,19 +76,6 @@ class WanInfo(CheckpointInfo):
         }
         return position_limit_errors(ends, "rope_max_seq_len")
 
-    @property
-    def text_tokens(self) -> int:
-        """Number of tokens that Wan's captions are padded to.
-
-        It is the default of the pipeline's `__call__`, not of `encode_prompt`, because attention to an image assumes
-        that the last 512 tokens are text (transformer_wan.py, WanAttnProcessor).
-        """
-        return get_call_default(self.pipeline_class, "max_sequence_length")
-
-    def model_index_changes(self) -> dict[str, Any]:
-        """Pipeline class of Wan for the task that is trained, which may differ from the checkpoint's."""
-        return {"_class_name": self.pipeline_class.__name__} if self.has_task_override else {}
-
 
 @dataclass(frozen=True, kw_only=True)
 class WanEncoders(Encoders):
@@ -111,9 +84,6 @@ class WanEncoders(Encoders):
     info: WanInfo
     vae_class = AutoencoderKLWan
     transform = "wan-1: pixels / 127.5 - 1, posterior mean and logvar"
-
-    def load_text_limit(self) -> TextLimit:
-        return load_text_limit(self.info.path, self.info.text_tokens)
 
     def text_cache_key(self) -> Mapping[str, Any]:
         # If ftfy is installed, the pipeline cleans prompts with it first, which also straightens quotes
@@ -133,16 +103,11 @@ class WanEncoders(Encoders):
         index = read_component_config(self.info.path)
         components = [name for name, value in index.items() if isinstance(value, list)]
         unused = dict.fromkeys(name for name in components if name not in _TEXT_COMPONENTS)
-        return load_pretrained(
-            self.info.pipeline_class, self.info.path, dtype=dtype, use_safetensors=True, **unused
-        ).to(device)
+        return self._load_text_pipeline(dtype, device, **unused)
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load UMT5 as the pipeline uses it: with its attention mask, and zeros for masked tokens."""
         return make_padded_encoder(self.load_text_pipeline(dtype, device), self.info.text_tokens, device)
-
-    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> Tensors:
-        return encode_video(vae, pixels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,13 +116,6 @@ class WanDenoiser(FlowDenoiser):
 
     info: WanInfo
     transformer_class: ClassVar[Any] = WanTransformer3DModel
-
-    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        # (B, C, F, H, W)
-        latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
-        normalized = normalize_latents(latents, self.info.vae_config)
-        # TI2V-5B with an image: its latent replaces the first frame.
-        return self.conditioning.insert_clean_latents(normalized, batch, random_tensors)
 
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
@@ -207,6 +165,7 @@ class WanSampler(Sampler):
     """Wan's pipeline arguments for text-to-video."""
 
     info: WanInfo
+    frames_argument = "num_frames"
 
     @property
     def fp32_components(self) -> tuple[str, ...]:
@@ -214,9 +173,4 @@ class WanSampler(Sampler):
         return ("vae",)
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
-        return {
-            "num_frames": shape.frames,
-            "height": shape.height,
-            "width": shape.width,
-            "max_sequence_length": self.info.text_tokens,
-        }
+        return {**super().shape_kwargs(shape), "max_sequence_length": self.info.text_tokens}

@@ -5,8 +5,6 @@ from dit_lora.families.family import DiffusionFamily, License
 
 FAMILY = DiffusionFamily(
     name="z_image",
-    checkpoint_module="dit_lora.families.z_image.checkpoint",
-    tiny_module="dit_lora.families.z_image.tiny",
     # The default targets are those of Diffusers' train_dreambooth_lora_z_image.py: attention of the 30 layers and of
     # both refiners, 136 layers. musubi-tuner skips the refiners (as `lora.targets` of `layers.*` does).
     group_patterns={

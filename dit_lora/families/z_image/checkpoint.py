@@ -17,7 +17,6 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
-from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import (
     Checkpoint,
@@ -30,15 +29,17 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
 )
-from dit_lora.families.captions import compute_caption_token_limit, make_unpadded_encoder, unpad_captions
+from dit_lora.families.captions import (
+    compute_caption_token_limit,
+    get_caption_spec,
+    get_unpadded_kwargs,
+    make_unpadded_encoder,
+    unpad_captions,
+)
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser, read_flow_scheduler
-from dit_lora.families.latents import (
-    encode_picture,
-    sample_posterior,
-    shift_and_scale_latents,
-)
-from dit_lora.families.opening import get_call_default, read_checkpoint
+from dit_lora.families.latents import encode_picture
+from dit_lora.families.opening import read_checkpoint
 from dit_lora.families.refusals import (
     image_frames_errors,
     is_named_dedistilled,
@@ -97,14 +98,6 @@ class ZImageInfo(CheckpointInfo):
             "with validation.model, or set train.target: guided"
         ]
 
-    @property
-    def text_tokens(self) -> int:
-        """Number of tokens that Z-Image's captions are truncated to, and padded to in the cache.
-
-        It is the pipeline's default.
-        """
-        return get_call_default(self.pipeline_class, "max_sequence_length")
-
 
 @dataclass(frozen=True, kw_only=True)
 class ZImageEncoders(Encoders):
@@ -114,11 +107,8 @@ class ZImageEncoders(Encoders):
 
     def load_text_limit(self) -> TextLimit:
         """Number of caption tokens that fit in the chat template of Z-Image's text encoder."""
-        from transformers import AutoTokenizer
-
-        tokenizer = load_pretrained(AutoTokenizer, self.info.path / "tokenizer")
         return compute_caption_token_limit(
-            self.info.pipeline_class, tokenizer, self.info.text_tokens, do_classifier_free_guidance=False
+            self.info.pipeline_class, self.load_tokenizer(), self.info.text_tokens, do_classifier_free_guidance=False
         )
 
     def text_cache_key(self) -> Mapping[str, Any]:
@@ -126,11 +116,7 @@ class ZImageEncoders(Encoders):
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
         # The cache stores captions at one length, although the pipeline does not pad them.
-        tokens = self.info.text_tokens
-        return {
-            "prompt_embeds": (torch.Size((tokens, self.info.transformer_config["cap_feat_dim"])), dtype),
-            "prompt_attention_mask": (torch.Size((tokens,)), torch.bool),
-        }
+        return get_caption_spec(self.info.text_tokens, self.info.transformer_config["cap_feat_dim"], dtype)
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load Qwen3 as Z-Image's pipeline uses it: captions in its chat template, second to last hidden states.
@@ -156,14 +142,6 @@ class ZImageEncoders(Encoders):
 class ZImageDenoiser(FlowDenoiser):
     info: ZImageInfo
     transformer_class: ClassVar[Any] = ZImageTransformer2DModel
-
-    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """Z-Image's clean training latents (B, C, H, W), sampled from the posterior and normalized.
-
-        This is the inverse of decoding.
-        """
-        latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
-        return shift_and_scale_latents(latents, self.info.vae_config)
 
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
@@ -195,16 +173,7 @@ class ZImageSampler(Sampler):
     def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         if isinstance(prompt, str):
             return {"prompt": prompt}
-        captions = unpad_captions(**_unpad_arguments(prompt))
-        # The pipeline takes a list of embeddings without padding, one per caption.
-        arguments: dict[str, Any] = {"prompt_embeds": captions}
-        if empty_prompt:
-            arguments["negative_prompt_embeds"] = unpad_captions(**_unpad_arguments(empty_prompt)) * len(captions)
-        return arguments
-
-
-def _unpad_arguments(text: Tensors) -> dict[str, torch.Tensor]:
-    return {"embeddings": text["prompt_embeds"], "mask": text["prompt_attention_mask"]}
+        return get_unpadded_kwargs(prompt, empty_prompt)
 
 
 def find_turbo_reason(name: str, shift: float) -> str | None:
@@ -222,16 +191,8 @@ def find_turbo_reason(name: str, shift: float) -> str | None:
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
-    """Read the configs of a Z-Image checkpoint.
-
-    Raises `DitLoraError` for another pipeline or scheduler, broken weights, or positions or patches that do not fit.
-    """
-    _, fields = read_checkpoint(
-        model,
-        family.pipeline_names,
-        weights=("vae", "text_encoder"),
-        transformer_class=ZImageTransformer2DModel,
-    )
+    """Read the configs of a Z-Image checkpoint. Raises as `DiffusionFamily.open` does."""
+    _, fields = read_checkpoint(model, family.pipeline_names, transformer_class=ZImageTransformer2DModel)
     scheduler = read_flow_scheduler(model, fields["path"])
     if scheduler["use_dynamic_shifting"]:
         raise DitLoraError(
@@ -254,9 +215,5 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
         )
     # Training has its own shift; the scheduler's is for sampling.
     objective = FlowMatching(TRAINING_SHIFT, scheduler["num_train_timesteps"])
-    return Checkpoint(
-        info=info,
-        encoders=ZImageEncoders(info=info),
-        denoiser=ZImageDenoiser(info=info, objective=objective),
-        sampler=ZImageSampler(info=info),
-    )
+    denoiser = ZImageDenoiser(info=info, objective=objective)
+    return Checkpoint.from_denoiser(denoiser, ZImageEncoders, ZImageSampler)

@@ -26,13 +26,12 @@ from dit_lora.families.base import (
     Tensors,
     TensorSpec,
     TextEncoder,
-    TextLimit,
 )
-from dit_lora.families.captions import load_text_limit, make_caption_encoder
+from dit_lora.families.captions import make_caption_encoder
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowDenoiser, build_flow_matching, read_flow_scheduler
-from dit_lora.families.latents import encode_picture, sample_posterior
-from dit_lora.families.opening import get_call_default, read_checkpoint
+from dit_lora.families.latents import encode_picture
+from dit_lora.families.opening import read_checkpoint
 from dit_lora.families.refusals import image_frames_errors, position_limit_errors, side_errors
 
 
@@ -58,20 +57,12 @@ class AuraFlowInfo(CheckpointInfo):
             *image_frames_errors(shape.frames, "AuraFlow"),
         ]
 
-    @property
-    def text_tokens(self) -> int:
-        """Number of tokens to which every caption is padded: the default of the pipeline."""
-        return get_call_default(self.pipeline_class, "max_sequence_length")
-
 
 @dataclass(frozen=True, kw_only=True)
 class AuraFlowEncoders(Encoders):
     info: AuraFlowInfo
     vae_class = AutoencoderKL
     transform = "aura-flow-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
-
-    def load_text_limit(self) -> TextLimit:
-        return load_text_limit(self.info.path, self.info.text_tokens)
 
     def text_cache_key(self) -> Mapping[str, Any]:
         return {**super().text_cache_key(), "tokens": self.info.text_tokens}
@@ -105,11 +96,6 @@ class AuraFlowDenoiser(FlowDenoiser):
     info: AuraFlowInfo
     transformer_class: ClassVar[Any] = AuraFlowTransformer2DModel
 
-    def clean_latents(self, batch: TensorMap, random_tensors: TensorMap) -> torch.Tensor:
-        """AuraFlow's clean training latents (B, C, H, W), sampled from the posterior and scaled."""
-        latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
-        return latents * self.info.vae_config["scaling_factor"]
-
     def predict(
         self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: TensorMap
     ) -> torch.Tensor:
@@ -142,20 +128,10 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Checkpoint:
 
     Raises `DitLoraError` for another pipeline or scheduler, or broken weight files.
     """
-    _, fields = read_checkpoint(
-        model,
-        family.pipeline_names,
-        weights=("vae", "text_encoder"),
-        transformer_class=AuraFlowTransformer2DModel,
-    )
+    _, fields = read_checkpoint(model, family.pipeline_names, transformer_class=AuraFlowTransformer2DModel)
     scheduler = read_flow_scheduler(model, fields["path"])
     if scheduler["use_dynamic_shifting"]:
         raise DitLoraError(f"{model.path}: its scheduler shifts by size, which AuraFlow's pipeline cannot do")
-    # All roles share one `info`.
-    info = AuraFlowInfo(**fields)
-    return Checkpoint(
-        info=info,
-        encoders=AuraFlowEncoders(info=info),
-        denoiser=AuraFlowDenoiser(info=info, objective=build_flow_matching(scheduler)),
-        sampler=AuraFlowSampler(info=info),
-    )
+    denoiser = AuraFlowDenoiser(info=AuraFlowInfo(**fields), objective=build_flow_matching(scheduler))
+    # All roles share the denoiser's info.
+    return Checkpoint.from_denoiser(denoiser, AuraFlowEncoders, AuraFlowSampler)

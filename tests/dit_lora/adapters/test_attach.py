@@ -7,7 +7,7 @@ import pytest
 import torch
 from chat_adapter_checks import chat_model, inputs
 
-from dit_lora.adapters.attach import attach_lora, get_adapter_config, is_lora_b
+from dit_lora.adapters.attach import ADAPTER_NAME, attach_lora, is_lora_b
 from dit_lora.config.recipe import LoraConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
@@ -33,7 +33,7 @@ def test_adapters_are_fp32_over_a_frozen_bf16_base(transformer: torch.nn.Module)
         lora = ".lora_" in name
         assert parameter.requires_grad == lora
         assert parameter.dtype is (torch.float32 if lora else torch.bfloat16)
-    config = get_adapter_config(transformer)
+    config = transformer.peft_config[ADAPTER_NAME].to_dict()
     assert (config["r"], config["lora_alpha"]) == (4, 8)
 
 
@@ -44,7 +44,7 @@ def test_dropout_and_init_reach_peft(tiny_checkpoints: dict[str, Path]) -> None:
     for init in ("kaiming", "gaussian"):
         model = CogVideoXTransformer3DModel.from_pretrained(tiny_checkpoints["cogvideox-2b"], subfolder="transformer")
         attach_lora(model, LoraConfig(rank=32, dropout=0.5, init=init), TARGETS, seed=0)
-        assert get_adapter_config(model)["lora_dropout"] == 0.5
+        assert model.peft_config[ADAPTER_NAME].to_dict()["lora_dropout"] == 0.5
         drops = [m for n, m in model.named_modules() if isinstance(m, torch.nn.Dropout) and "lora" in n]
         assert {drop.p for drop in drops} == {0.5}
         weights = [p.flatten() for n, p in model.named_parameters() if ".lora_A." in n]
@@ -55,7 +55,7 @@ def test_dropout_and_init_reach_peft(tiny_checkpoints: dict[str, Path]) -> None:
 
 def test_alpha_defaults_to_rank(transformer: torch.nn.Module) -> None:
     attach_lora(transformer, LoraConfig(rank=6), TARGETS, seed=0)
-    assert get_adapter_config(transformer)["lora_alpha"] == 6
+    assert transformer.peft_config[ADAPTER_NAME].to_dict()["lora_alpha"] == 6
 
 
 @pytest.mark.parametrize("init", ["kaiming", "gaussian"])
@@ -154,7 +154,7 @@ def test_within_keeps_names_of_the_language_model_out_of_the_vision_tower(
         assert parameter.dtype is (torch.float32 if ".lora_" in name else torch.bfloat16)
     drops = {m.p for n, m in model.named_modules() if n.endswith("lora_dropout.default")}
     assert drops == {0.25}
-    config = peft.LoraConfig(target_modules=get_adapter_config(model)["target_modules"])
+    config = peft.LoraConfig(target_modules=model.peft_config[ADAPTER_NAME].to_dict()["target_modules"])
     second_model.add_adapter(config)
     assert layers_with_lora(second_model) == expected
 

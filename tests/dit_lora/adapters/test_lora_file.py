@@ -15,7 +15,7 @@ from exported import Trained, assert_same, deltas, trained
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from dit_lora.adapters.attach import ADAPTER_NAME, get_adapter_config
+from dit_lora.adapters.attach import ADAPTER_NAME
 from dit_lora.adapters.attach_file import attach_lora_file
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE, read_run_metadata
 from dit_lora.adapters.layer_names import (
@@ -100,12 +100,12 @@ def test_every_form_that_export_writes_is_read_back_bit_for_bit(make: Make, fami
         expected, actual = matrices(adapter.model), matrices(model)
         assert actual.keys() == expected.keys()
         assert all(torch.equal(actual[name], expected[name]) for name in expected)
-        config = get_adapter_config(model)
+        config = model.peft_config[ADAPTER_NAME].to_dict()
         assert (config["r"], config["lora_alpha"]) == (4, 7)
         assert not config["rank_pattern"]
         assert not config["alpha_pattern"]
         assert all(p.requires_grad and p.dtype is torch.float32 for n, p in model.named_parameters() if ".lora_" in n)
-        assert get_adapter_config(adapter.model)["target_modules"] == config["target_modules"]
+        assert adapter.model.peft_config[ADAPTER_NAME].to_dict()["target_modules"] == config["target_modules"]
 
 
 def test_of_the_families_here_comfyui_runs_those_it_has_names_for() -> None:
@@ -166,7 +166,7 @@ def test_layers_of_different_ranks_and_alphas_keep_their_own(make: Make, tmp_pat
     adapter.checkpoint.info.pipeline_class.save_lora_weights(
         tmp_path / "saved",
         transformer_lora_layers={n.replace(f".{ADAPTER_NAME}.", "."): t for n, t in matrices(model).items()},
-        transformer_lora_adapter_metadata=get_adapter_config(model),
+        transformer_lora_adapter_metadata=model.peft_config[ADAPTER_NAME].to_dict(),
     )
     pipeline = adapter.checkpoint.sampler.pipeline(torch.float32, text=False)
     pipeline.load_lora_weights(tmp_path / "saved")
@@ -230,7 +230,9 @@ def test_what_another_program_wrote_is_exported_again(make: Make, monkeypatch: A
         metadata = read_run_metadata(output_dir / ADAPTER_FILE)
         assert (metadata["rank"], metadata["alpha"]) == (4, 7 if names.reads_alpha else 4)
         assert (
-            get_adapter_config(attached(adapter, read(adapter, output_dir / ADAPTER_FILE)))["lora_alpha"]
+            attached(adapter, read(adapter, output_dir / ADAPTER_FILE))
+            .peft_config[ADAPTER_NAME]
+            .to_dict()["lora_alpha"]
             == metadata["alpha"]
         )
         shutil.rmtree(file.parent)

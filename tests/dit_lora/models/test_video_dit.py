@@ -124,7 +124,7 @@ def reference(state: State, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -
 
 def converted(state: State, config_values: dict[str, Any]) -> Any:
     model: Any = VideoDiTTransformer3DModel.from_config(config_values)
-    weights = convert_opendit(state, config_values).transformer
+    weights = convert_opendit(state, config_values)
     model.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, strict=True)
     return model
 
@@ -160,7 +160,7 @@ def test_a_converted_model_computes_what_opendits_does(patch_t: int, text: bool)
     torch.testing.assert_close(output.double(), expected, rtol=2e-4, atol=2e-4)
     (output * weights).sum().backward()
     gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-    ours = convert_opendit({**gradients, **tables(3, 3, 5)}, config(patch_t, text)).transformer
+    ours = convert_opendit({**gradients, **tables(3, 3, 5)}, config(patch_t, text))
     largest = max(float(gradient.abs().max()) for gradient in ours.values())
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
@@ -171,13 +171,11 @@ def test_a_converted_model_computes_what_opendits_does(patch_t: int, text: bool)
         assert scale > 1e-3 * largest or name.endswith("to_k.bias"), name
 
 
-def test_conversion_keeps_every_tensor_and_says_where_it_went() -> None:
+def test_conversion_keeps_every_tensor_but_the_text_encoder_and_tables() -> None:
     state = opendit_state(text=True)
-    result = convert_opendit(state, config(text=True))
-    assert result.position_tables == ("pos_embed_spatial", "pos_embed_temporal")
-    assert list(result.text_encoder) == ["text_model.final_layer_norm.weight"]
-    num_elements = sum(t.numel() for t in [*result.transformer.values(), *result.text_encoder.values()])
-    assert num_elements == sum(t.numel() for name, t in state.items() if "pos_embed" not in name)
+    kept = [t for name, t in state.items() if "pos_embed" not in name and not name.startswith(CLIP_PREFIX)]
+    converted = convert_opendit(state, config(text=True))
+    assert sum(t.numel() for t in converted.values()) == sum(t.numel() for t in kept)
 
 
 def test_conversion_lists_all_that_is_wrong() -> None:
@@ -202,7 +200,7 @@ def test_conversion_lists_all_that_is_wrong() -> None:
 def test_tables_that_were_cast_with_the_model_are_known() -> None:
     """OpenDiT keeps them as buffers, in bf16 with the rest."""
     state = {name: tensor.bfloat16() for name, tensor in opendit_state().items()}
-    placed = convert_opendit(state, config()).transformer
+    placed = convert_opendit(state, config())
     assert {tensor.dtype for tensor in placed.values()} == {torch.bfloat16}
 
 
