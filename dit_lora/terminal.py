@@ -19,7 +19,7 @@ def make_printable(text: object) -> str:
 
     Keeps line ends and tabs.
     """
-    return _CONTROL_CHARACTERS.sub(_escape, str(text))
+    return _CONTROL_CHARACTERS.sub(lambda match: match[0].encode("unicode_escape").decode(), str(text))
 
 
 def make_one_line(text: object) -> str:
@@ -38,7 +38,3 @@ def echo(text: object, *, err: bool = False) -> None:
     stream = sys.stderr if err else sys.stdout
     stream.write(f"{make_printable(text)}\n")
     stream.flush()
-
-
-def _escape(match: re.Match[str]) -> str:
-    return match[0].encode("unicode_escape").decode()

@@ -221,7 +221,7 @@ def _trainer(fault: Fault, world: World) -> Observation:
     trainer.add_callback(callback)
     trainer.train()
     assert callback.guard is not None
-    bad = not_finite(callback.guard.context.model)
+    bad = not_finite(callback.guard.diagnosis_context.model)
     forget(world.accelerator)
     return Observation(callback.guard.events, CheckFailedError(bad) if bad else None, folder=folder)
 

@@ -394,7 +394,7 @@ class Denoiser(ABC):
             transformer: The model that is trained, possibly wrapped.
             batch: Cached tensors by name, each (B, ...).
             streams: Random number streams. Every random tensor is one of `get_random_input_samplers` and is drawn with
-                `streams.draw_tensors`.
+                `streams.draw_random_tensors`.
 
         Returns:
             The losses, fp32 (B,), and the timesteps they were taken at.

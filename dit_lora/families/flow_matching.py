@@ -133,7 +133,7 @@ class FlowDenoiser(Denoiser):
 
     def losses(self, transformer: nn.Module, batch: TensorMap, streams: RandomStreams) -> LossOutput:
         """Velocity loss of each sample at random noise levels. Noising, target and loss are in fp32."""
-        draws = streams.draw_tensors(self.get_random_input_samplers(batch), batch["latent_mean"].device)
+        draws = streams.draw_random_tensors(self.get_random_input_samplers(batch), batch["latent_mean"].device)
         objective, clean = self.objective, self.clean_latents(batch, draws)
         noise, sigmas = draws["noise"], draws["timestep"]
         noisy, conditioning_mask = (

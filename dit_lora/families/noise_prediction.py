@@ -74,7 +74,7 @@ class NoiseDenoiser(Denoiser):
         `predict` returns the noise, followed by the variance's interpolation fraction along the channels.
         """
         # All draws of a step come from the sample's own streams, so neighbours in the batch do not change them.
-        draws = streams.draw_tensors(self.get_random_input_samplers(batch), batch["latent_mean"].device)
+        draws = streams.draw_random_tensors(self.get_random_input_samplers(batch), batch["latent_mean"].device)
         noise, timesteps = draws["noise"], draws["timestep"]
         latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], draws["posterior"])
         clean = latents * self.info.vae_config["scaling_factor"]

@@ -40,7 +40,10 @@ def attention_call() -> AbstractContextManager[Any]:
 
 
 def swap_context_provider(provider: AttentionContextProvider | None) -> AttentionContextProvider | None:
-    """Set this thread's provider of attention contexts (None for none), and return the previous one."""
+    """Set the object that wraps each attention call of this thread in a context manager; None for none.
+
+    Returns the previous one.
+    """
     # The caller sets the previous one again when it is done, so that contexts can be nested.
     previous, _THREAD_STATE.provider = _THREAD_STATE.provider, provider
     return previous

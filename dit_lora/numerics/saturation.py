@@ -24,7 +24,7 @@ def saturate(values: torch.Tensor) -> torch.Tensor:
 
 
 def has_fp16_saturation(model: nn.Module) -> bool:
-    """True if any attention layer of the model emulates fp16's limit."""
+    """True if any attention layer of the model clamps its output to +-65504, the largest fp16 value."""
     return any(
         isinstance(module, Attention) and isinstance(module.processor, SaturatingProcessor)
         for module in model.modules()

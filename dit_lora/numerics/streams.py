@@ -73,7 +73,7 @@ class RandomStreams:
     def __call__(self, stream: str) -> list[torch.Generator]:
         return [make_generator(self.seed, stream, sample_seed) for sample_seed in self.sample_seeds]
 
-    def draw_tensors(self, functions: DrawFunctions, device: torch.device) -> dict[str, torch.Tensor]:
+    def draw_random_tensors(self, functions: DrawFunctions, device: torch.device) -> dict[str, torch.Tensor]:
         """The random numbers of all streams on a device: from `prefetched`, or drawn now with the same bits."""
         return {
             name: move_to_device(self._prefetched[name] if name in self._prefetched else draw(self(name)), device)

@@ -356,7 +356,7 @@ class MemoryEstimator:
             name: torch.empty(size, dtype=dtype, device="meta")
             for name, (size, dtype) in self._get_batch_spec(self.get_spec(shape), 1).items()
         }
-        noise = RandomStreams(0, [0]).draw_tensors(self.checkpoint.get_random_input_samplers(batch), CPU)
+        noise = RandomStreams(0, [0]).draw_random_tensors(self.checkpoint.get_random_input_samplers(batch), CPU)
         return sum(tensor.nbytes for tensor in noise.values())
 
     def _get_batch_spec(self, spec: Spec, size: int) -> Spec:

@@ -48,6 +48,7 @@ def write_chat_sample_page(
         "chat_sample_page.html",
         sample=sample,
         kind=kind,
+        # Width x height, as in a player.
         size=f"{frames.shape[3]} x {frames.shape[2]}" if frames is not None else "",
         total=len(rendered_sample),
         counts=count_tokens_by_kind(rendered_sample),

@@ -223,7 +223,10 @@ class DataPages:
     def _find_extra_files(
         self, query: Mapping[str, str], root: Path, sheet: ContactSheet
     ) -> tuple[dict[str, list[RelatedFile]], list[str]]:
-        """Masks and references in folders of their own, of the files on a page, where a recipe is chosen."""
+        """Find the masks and references of the files on a page, if a recipe is chosen that names their folders.
+
+        Returns them by file name, and notes about what was not found.
+        """
         if not query.get("recipe"):
             return {}, []
         pages = {

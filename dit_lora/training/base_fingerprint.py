@@ -1,8 +1,9 @@
 """Fingerprints the base: records its output before the first step, and compares it on resume and at the run's end.
 
 At the end of a run, the frozen weights in memory are those that the run trained on, but not always those it loaded. So
-as soon as the model is loaded, its output on synthetic inputs (`compute_output_record`) is computed with the model's
-own code and written to base_output.json. A resumed run compares its base with the record of the first start.
+as soon as the model is loaded, its output on synthetic inputs (`compute_model_output_fingerprint`) is computed with
+the model's own code and written to base_output.json. A resumed run compares its base with the record of the first
+start.
 """
 
 import math
@@ -35,7 +36,7 @@ from dit_lora.verify.checks import format_percent
 from dit_lora.verify.output_fingerprint import (
     NOT_RECORDED,
     compute_distance,
-    compute_output_record,
+    compute_model_output_fingerprint,
     compute_tolerance,
     disable_adapters,
     disable_kernels,
@@ -52,7 +53,7 @@ class BaseFingerprint:
     """Record of the base model's output on synthetic inputs, taken at the run's first start."""
 
     record: dict[str, Any] | None
-    """The result of `compute_output_record`, or the reason why there is none. None if every weight trains."""
+    """What `compute_model_output_fingerprint` gave, or the reason why it failed. None if every weight trains."""
     initial_weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """CPU copies of the trained base weights as they were loaded; this rank's shard if sharded."""
     recorded_at_step: int = 0
@@ -266,7 +267,9 @@ def _compute_base_output(setup: AnySetup, fingerprint: BaseFingerprint, inputs: 
     model, dtype = setup.transformer, setup.dtype
     try:
         with disable_kernels(model), _restore_initial_base(model, fingerprint.initial_weights):
-            output = compute_output_record(setup.task.build_reference_model(setup.checkpoint), model, inputs, dtype)
+            output = compute_model_output_fingerprint(
+                setup.task.build_reference_model(setup.checkpoint), model, inputs, dtype
+            )
     except torch.OutOfMemoryError:
         return {NOT_RECORDED: "a forward pass of the base does not fit the memory of its device"}
     # JSON has no NaN, and nothing could be compared with it.
@@ -355,7 +358,10 @@ def _has_unchanged_base_weights(setup: AnySetup, fingerprint: BaseFingerprint, l
     for name, values in fingerprint.initial_weights.items():
         # PEFT moves a wrapped layer's weights to `base_layer`; an unpatched model has no such level.
         parameters[name.replace(".base_layer.", ".")].copy_(values)
-    return compute_distance(compute_output_record(reference_model, fresh, record["inputs"], dtype), record) <= limit
+    return (
+        compute_distance(compute_model_output_fingerprint(reference_model, fresh, record["inputs"], dtype), record)
+        <= limit
+    )
 
 
 @torch.no_grad()
@@ -373,13 +379,13 @@ def _find_differing_kernels(
         return {}, 0.0
     if expected is None:
         with disable_kernels(model):
-            expected = compute_output_record(reference_model, model, inputs, dtype)
+            expected = compute_model_output_fingerprint(reference_model, model, inputs, dtype)
     limit = compute_tolerance(expected, model, dtype) + max_distance
     # Kernels with their own rounding error have a larger limit: measure them one by one, and the rest without them.
     coarse = [switch for switch in kernels if switch.rounding_error]
 
     def measure_distance() -> float:
-        measured = compute_distance(compute_output_record(reference_model, model, inputs, dtype), expected)
+        measured = compute_distance(compute_model_output_fingerprint(reference_model, model, inputs, dtype), expected)
         # One answer for all ranks, so that all take the same branch.
         return broadcast_object(measured) if setup.engine.collective_forward else measured
 

@@ -55,7 +55,7 @@ def find_reduced_eval_size(recipe: Recipe, num_clips: int, num_trained_samples: 
     return limited if limited != full else None
 
 
-def has_own_eval_size(recipe: Recipe) -> bool:
+def has_eval_size_setting(recipe: Recipe) -> bool:
     """True if the recipe sets the clips or draws of the eval loss."""
     return bool({"eval_draws", "eval_clips"} & recipe.validation.model_fields_set)
 

@@ -154,6 +154,7 @@ class DiffusionReferenceModel(ReferenceModel):
             state = read_pipeline_state_dict(pipeline_class, file)
         except CONVERTER_ERRORS as error:
             missing = find_missing_names(pipeline_class, file)
+            # Converters print all tensors after the first line.
             reason = str(error).strip().partition("\n")[0]
             problem = "take the file without these tensors" if missing else f"read the file: {reason}"
             remedy = f"dit-lora export {file} --to diffusers --out OUT writes what it takes"

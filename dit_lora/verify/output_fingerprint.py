@@ -57,7 +57,7 @@ def record_output(
     # Fused kernels round differently, and the adapter is later loaded into the stock model.
     with disable_kernels(model):
         # First the output with the adapter, then without it: the pair tells a wrong base from a wrong adapter.
-        output_record = compute_output_record(reference_model, model, input_spec, dtype)
+        output_record = compute_model_output_fingerprint(reference_model, model, input_spec, dtype)
         if find_tuner_layers(model):
             # At a run's end, the check of the base has just computed it with the same weights and inputs.
             if base_record is None:
@@ -87,7 +87,7 @@ def record_output(
 
 
 @torch.no_grad()
-def compute_output_record(
+def compute_model_output_fingerprint(
     reference_model: ReferenceModel, model: nn.Module, input_spec: InputSpec, dtype: torch.dtype
 ) -> dict[str, Any]:
     """The model's current output on fixed inputs as JSON values.

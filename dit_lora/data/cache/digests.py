@@ -53,7 +53,7 @@ class Digests:
         values = self._look_up_values(media)
         # The mark needs a look into the file, so it is computed only when pixels are asked for.
         if len(values) == 1:
-            values.append(get_pixel_correction(media))
+            values.append(get_decoded_pixel_conversion(media))
             self._entries[media.location].append(values[1])
             self._has_changes = True
         digest, decoder_mark = values
@@ -91,7 +91,7 @@ class Digests:
             self._has_changes = False
 
 
-def get_pixel_correction(media: Media) -> str:
+def get_decoded_pixel_conversion(media: Media) -> str:
     """How a file's pixels are changed after decoding: `srgb` if an ICC profile is applied, `display` if mirrored.
 
     The former is for pictures, the latter for videos. "" for all others.

@@ -253,7 +253,7 @@ class _CollateWithRandomInputs:
     def __call__(self, samples: list[Any]) -> Batch:
         batch = self.collate_samples(samples)
         streams = RandomStreams(self.seed, batch.sample_seeds)
-        values = streams.draw_tensors(self.get_draw_functions(batch.tensors), torch.device("cpu"))
+        values = streams.draw_random_tensors(self.get_draw_functions(batch.tensors), torch.device("cpu"))
         return replace(batch, random_inputs=RandomInputs(self.seed, batch.sample_seeds, values))
 
 

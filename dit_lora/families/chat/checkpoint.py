@@ -120,9 +120,9 @@ class VideoTextCheckpoint(ChatCheckpoint):
                 )
             # A video of one frame is an image.
             conversation = replace(conversation, kind="video" if video else "image")
-            # The template writes a placeholder; `media_prompt_text` puts one token for each of the model's features.
+            # The template writes a placeholder, for which one token for each of the model's features is put.
             media = MediaPlaceholderText(
-                self.layout.media_placeholder(shape.frames), self.layout.media_prompt_text(shape, seconds)
+                self.layout.get_media_placeholder(shape.frames), self.layout.build_media_token_text(shape, seconds)
             )
         template = ChatTemplate(self.tokenizer, self._get_template(is_video=video))
         rendered = render_template(template, self.tokenizer, conversation, media, include_answer=include_answer)

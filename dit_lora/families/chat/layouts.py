@@ -55,10 +55,10 @@ class PictureLayout(Protocol):
     def shape(self, frames: int, height: int, width: int, budget: tuple[int, int]) -> VideoShape:
         """Size at which the model sees pictures stored as height x width; `budget` is data.height and data.width."""
 
-    def media_placeholder(self, frames: int) -> str:
-        """Placeholder text that the chat template writes for a picture or video. `media_prompt_text` replaces it."""
+    def get_media_placeholder(self, frames: int) -> str:
+        """Placeholder that the chat template writes for a picture or video. `build_media_token_text` replaces it."""
 
-    def media_prompt_text(self, shape: VideoShape, seconds: Sequence[float]) -> str:
+    def build_media_token_text(self, shape: VideoShape, seconds: Sequence[float]) -> str:
         """Prompt text of a picture or video of this shape, with the tokens that stand for the model's features."""
 
     def build_model_inputs(
@@ -95,7 +95,7 @@ class SquareFrameLayout(ABC):
             return VideoShape(frames, self.side, self.side)
         return VideoShape(1, *self._compute_scaled_image_size(height, width, budget))
 
-    def media_placeholder(self, frames: int) -> str:
+    def get_media_placeholder(self, frames: int) -> str:
         return "<video>" if frames > 1 else self.image_token
 
     @abstractmethod
@@ -143,10 +143,10 @@ class LlavaNextVideoLayout(SquareFrameLayout):
             return f"{self.side}x{self.side}, the one size of frames that it takes"
         return None
 
-    def media_placeholder(self, frames: int) -> str:
+    def get_media_placeholder(self, frames: int) -> str:
         return self.video_token if frames > 1 else self.image_token
 
-    def media_prompt_text(self, shape: VideoShape, seconds: Sequence[float]) -> str:
+    def build_media_token_text(self, shape: VideoShape, seconds: Sequence[float]) -> str:
         # Features per side of one square.
         grid = self.side // self.patch_size
         # Video frames are pooled by `pool_stride` in both directions and have no newline features.
@@ -245,7 +245,7 @@ class SmolVLMLayout(SquareFrameLayout):
         rows, columns = (max(1, math.ceil(value / self.side)) for value in size)
         return rows * self.side, columns * self.side
 
-    def media_prompt_text(self, shape: VideoShape, seconds: Sequence[float]) -> str:
+    def build_media_token_text(self, shape: VideoShape, seconds: Sequence[float]) -> str:
         marker, picture = "<fake_token_around_image>", self.image_token * self.tokens_per_tile
         # The whole image, downscaled, comes last. Frames of a video have only this part.
         overview = f"{marker}<global-img>{picture}{marker}"
@@ -307,7 +307,7 @@ class InternVLLayout(SquareFrameLayout):
         rows, columns = self._select_grid(height, width, min(num_tiles, self.max_tiles))
         return rows * self.side, columns * self.side
 
-    def media_prompt_text(self, shape: VideoShape, seconds: Sequence[float]) -> str:
+    def build_media_token_text(self, shape: VideoShape, seconds: Sequence[float]) -> str:
         picture = self.image_token * self.tokens_per_tile
         if shape.frames > 1:
             frames = range(1, shape.frames + 1)

@@ -101,10 +101,10 @@ class QwenLayout:
         sides = self._compute_smart_size(height, width, pictures, min(limits.min_pixels, max_pixels), max_pixels)
         return VideoShape(frames, *sides)
 
-    def media_placeholder(self, frames: int) -> str:
+    def get_media_placeholder(self, frames: int) -> str:
         return _wrap_vision_tokens(self.video_token if frames > 1 else self.image_token)
 
-    def media_prompt_text(self, shape: VideoShape, seconds: Sequence[float]) -> str:
+    def build_media_token_text(self, shape: VideoShape, seconds: Sequence[float]) -> str:
         # After merging, each step x step square of pixels is one token, and `size` frames share theirs.
         step, size = self.patch_size * self.merge_size, self.frames_per_patch
         count = (shape.height // step) * (shape.width // step)

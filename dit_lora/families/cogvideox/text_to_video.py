@@ -148,7 +148,7 @@ class CogVideoXDenoiser(Denoiser):
         drops the output for it, so it gets no loss here (CogVideo's own trainer does include it).
         """
         # Each tensor is (B, ...), drawn by the samples' own streams.
-        draws = streams.draw_tensors(self.get_random_input_samplers(batch), batch["latent_mean"].device)
+        draws = streams.draw_random_tensors(self.get_random_input_samplers(batch), batch["latent_mean"].device)
         clean_BCFHW = sample_posterior(batch["latent_mean"], batch["latent_logvar"], draws["posterior"])
         padding = self.num_padding_frames(clean_BCFHW.shape[2])
         # With `num_padding_frames` 0, nothing is put in front.

@@ -82,7 +82,7 @@ class LTX2Denoiser(FlowDenoiser):
         if not self.info.has_sound:
             return super().losses(transformer, batch, streams)
         # With sound, this repeats the base class's steps for the video and adds those of the sound.
-        draws = streams.draw_tensors(self.get_random_input_samplers(batch), batch["latent_mean"].device)
+        draws = streams.draw_random_tensors(self.get_random_input_samplers(batch), batch["latent_mean"].device)
         objective, sigmas = self.objective, draws["timestep"]
         clean, conditioning_mask = (
             self.clean_latents(batch, draws),

@@ -50,7 +50,7 @@ class AcrossHeadsProcessor(FusedProcessor, ABC):
         # Off: the module norms the whole width, and the model's own code rotates.
         normed = norm(query_or_key)
         if rotary is not None:
-            normed = self.rotate(attn, normed, rotary)
+            normed = self.apply_rotary_tables(attn, normed, rotary)
         return normed.unflatten(2, (attn.heads, -1))
 
     def get_rotation_layout(self, attn: Any) -> str:
@@ -62,7 +62,7 @@ class AcrossHeadsProcessor(FusedProcessor, ABC):
         """Convert the model's rotary tables to the form that the kernel `qk_norm_rope` takes."""
 
     @abstractmethod
-    def rotate(self, attn: Any, query_or_key: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
+    def apply_rotary_tables(self, attn: Any, query_or_key: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
         """Rotate q or k (B, S, D) with the stock model's code. Used while the kernel is off."""
 
 

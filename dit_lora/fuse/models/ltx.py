@@ -66,7 +66,7 @@ class LTXProcessor(AcrossHeadsProcessor):
         """
         return cos, sin
 
-    def rotate(self, attn: Any, query_or_key: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
+    def apply_rotary_tables(self, attn: Any, query_or_key: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
         """Rotate q or k (B, S, D) with the stock code of LTX-Video, with tables of the same width."""
         # Imported late: a model's module is imported with the model, not with all patches.
         from diffusers.models.transformers.transformer_ltx import apply_rotary_emb

@@ -267,7 +267,7 @@ class LTX2Processor(AcrossHeadsProcessor):
     def get_rotation_layout(self, attn: Any) -> str:
         return "half" if attn.rope_type == "split" else "interleaved"
 
-    def rotate(self, attn: Any, query_or_key: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
+    def apply_rotary_tables(self, attn: Any, query_or_key: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
         """Rotate q or k (B, S, D) with the layer's type of rotation."""
         # Imported late: a model's module is imported with the model, not with all patches.
         from diffusers.models.transformers.transformer_ltx2 import apply_interleaved_rotary_emb, apply_split_rotary_emb

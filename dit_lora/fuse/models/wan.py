@@ -74,7 +74,7 @@ class WanProcessor(AcrossHeadsProcessor):
         """
         return cos.squeeze(2), sin.squeeze(2)
 
-    def rotate(self, attn: Any, query_or_key: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
+    def apply_rotary_tables(self, attn: Any, query_or_key: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
         """Rotate each head of q or k (B, S, D) with tables (1, S, 1, D / H)."""
         # Diffusers reads cosines at even and sines at odd indices of its doubled tables.
         cos, sin = rotary

@@ -263,7 +263,7 @@ class Guard:
         return self._recovery.events
 
     @property
-    def context(self) -> DiagnosisContext:
+    def diagnosis_context(self) -> DiagnosisContext:
         """Context for diagnosing the first watched model: the parts that a diagnosis may inspect and switch off."""
         return next(iter(self._watched.contexts.values()))
 

@@ -133,7 +133,7 @@ class WatchedModels:
         """
         if not self._discovery.is_searching or not self.log.calls:
             return False
-        new = self._discovery.take_trained_models()
+        new = self._discovery.end_search_for_trained_models()
         self._discovered += new
         if new:
             self.refresh_trained_models()

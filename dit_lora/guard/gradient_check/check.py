@@ -32,7 +32,7 @@ from dit_lora.guard.gradient_check.slopes import (
     LossEvaluator,
     LossTerms,
     SlopeComparison,
-    compare_slopes,
+    compare_gradient_with_slopes,
     may_use_tf32,
     persists_at_smallest_step,
 )
@@ -162,7 +162,9 @@ class _GradientCheckState:
         slope = abs(direction.compute_slope())
         size = self._choose_step_size(direction, slope)
         max_sizes = _MAX_RANDOM_SIZES if direction.label == RandomDirection.label else MAX_SIZES
-        comparison = compare_slopes(self.evaluator, direction, size=size, dtype=self.dtype, max_sizes=max_sizes)
+        comparison = compare_gradient_with_slopes(
+            self.evaluator, direction, size=size, dtype=self.dtype, max_sizes=max_sizes
+        )
         if comparison.estimate is not None and direction.label not in self.sizes:
             self.sizes[direction.label] = (comparison.estimate.size, slope)
         return comparison

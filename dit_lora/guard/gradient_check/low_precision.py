@@ -214,7 +214,7 @@ def measure_rounding(gradients: Gradients, exact: Gradients, dtype: torch.dtype)
             direction_sums[0] += (values @ exact_values).item() / length
             direction_sums[1] += (values @ values).item() / length
             direction_sums[2] += values.pow(4).sum().item() / length**2
-    # A bias of the whole, and four standard deviations of independent errors, as in `compare_slopes`.
+    # A bias of the whole, and four standard deviations of independent errors, as in `compare_gradient_with_slopes`.
     for exact_projection, projection, squares in sums:
         if abs(exact_projection - projection) > bias * projection + 4 * spread * squares**0.5:
             return None

@@ -244,7 +244,7 @@ class SlopeComparison:
         )
 
 
-def compare_slopes(
+def compare_gradient_with_slopes(
     evaluator: LossEvaluator, direction: Direction, *, size: float, dtype: torch.dtype, max_sizes: int = MAX_SIZES
 ) -> SlopeComparison:
     """Compare slope and gradient along a direction at several step sizes, starting with `size`.
@@ -275,11 +275,11 @@ def compare_slopes(
             and not estimate.has_significant_difference
         ):
             break
-        next_size = _choose_next_size(_take_largest_noise_estimate(estimates), tolerance)
+        next_size = _choose_next_size(_share_largest_slope_noise(estimates), tolerance)
     names = tuple(direction.parameters)
     if not estimates:
         return SlopeComparison(direction.label, names, "cannot tell", evaluator.num_evaluations - began)
-    shared = _take_largest_noise_estimate(estimates)
+    shared = _share_largest_slope_noise(estimates)
     # Not for comparisons that may stay without a result.
     if max_sizes == MAX_SIZES and _is_inconclusive(shared, tolerance):
         shared = _average_best_estimate(evaluator, direction, shared, dtype)
@@ -394,7 +394,7 @@ def _extrapolate(near: float, far: float) -> float:
     return (4 * near - far) / 3
 
 
-def _take_largest_noise_estimate(estimates: Sequence[SlopeEstimate]) -> list[SlopeEstimate]:
+def _share_largest_slope_noise(estimates: Sequence[SlopeEstimate]) -> list[SlopeEstimate]:
     """Use for each estimate the largest noise at its own and smaller sizes, in order of size.
 
     Noise hardly depends on the step size, and each size finds it from few values. Larger sizes are left out, because

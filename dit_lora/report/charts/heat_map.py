@@ -41,8 +41,8 @@ class ModuleHistory:
         if (self._num_steps_seen - 1) % self._step_interval:
             return
         self.steps.append(step)
-        self.by_block.append(_combine_modules(modules, _find_block_name))
-        self.by_layer.append(_combine_modules(modules, lambda module: _NUMBER_PATTERN.sub("*", module)))
+        self.by_block.append(_combine_module_statistics(modules, _find_block_name))
+        self.by_layer.append(_combine_module_statistics(modules, lambda module: _NUMBER_PATTERN.sub("*", module)))
         # Halve the resolution: drop every second column, and from now on record only every second step.
         if len(self.steps) > MAX_STEPS:
             self._step_interval *= 2
@@ -91,7 +91,7 @@ def _find_block_name(module: str) -> str:
     return block[1] if block else module.partition(".")[0]
 
 
-def _combine_modules(modules: Mapping[str, Any], get_row_name: Callable[[str], str]) -> RowStatistics:
+def _combine_module_statistics(modules: Mapping[str, Any], get_row_name: Callable[[str], str]) -> RowStatistics:
     joined: RowStatistics = {}
     for module, statistics in modules.items():
         if not isinstance(statistics, dict):

@@ -74,6 +74,7 @@ def build_summary(run: RunFiles, target: str, checkpoint_steps: Sequence[int]) -
     failures = describe_failed_steps(run.events)
     steps = f"{run.num_steps_taken:,}" + (f" of {run.max_steps:,}" if run.max_steps is not None else "")
     parts = [f"{steps} steps", _describe_eval_loss(run), *failures.texts]
+    # A run that has not ended has none.
     if run.verification:
         failed = run.verification.get("passed") is not True
         parts.append(f"the {_get_result_name(run)} {'failed' if failed else 'passed'} its checks")

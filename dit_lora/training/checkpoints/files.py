@@ -187,6 +187,7 @@ def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
     if resume == "auto":
         newest = find_newest_checkpoint(run_dir)
         damaged = list_checkpoints(run_dir)
+        # Starting from step 0 in this folder would overwrite what a repair could still read.
         if newest is None and damaged:
             summary = (
                 "train.resume=auto: this run has no complete checkpoint; start again with train.resume=none in "
@@ -198,6 +199,7 @@ def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
     if not is_complete_checkpoint(path):
         newest = find_newest_checkpoint(run_dir)
         hint = f"the newest complete one is {newest}" if newest else f"{run_dir} has none"
+        # The most specific reason is last.
         problem = "is incomplete or altered" if path.exists() else "does not exist"
         if path.exists() and not (path.is_dir() and any(path.iterdir())):
             problem = "is not the folder of a checkpoint"

@@ -149,6 +149,7 @@ def measure_activations(
     must be off, and is off afterwards. Raises the errors of `FakeStep.run_on_fake_weights`.
     """
     step = FakeStep(transformer, batch, integer_inputs, device)
+    # Weights are saved for the backward pass too, but take no further memory.
     ledger = _SavedTensorCounter(step.weights.values())
     with (
         forward_context or nullcontext(),

@@ -31,7 +31,7 @@ class SamplingTimeBudget:
         return self.sample_s + self.last_cost_s <= self.max_share * self.step_s
 
     def record_step_without_samples(self, step: int) -> None:
-        """Note that a step has no samples."""
+        """Add a step to those whose validation samples were left out, as they would have taken too long."""
         # A step is repeated after a rollback.
         if step not in self.skipped_steps:
             self.skipped_steps.append(step)

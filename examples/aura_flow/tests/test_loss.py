@@ -46,7 +46,7 @@ def test_the_loss_equals_that_of_diffusers_modules(tmp_path: Path) -> None:
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     batch |= checkpoint.encoders.load_text_encoder(torch.float32, CPU)(CAPTIONS)
     streams = RandomStreams(3, [1, 2, 3])
-    draws = streams.draw_tensors(checkpoint.denoiser.get_random_input_samplers(batch), CPU)
+    draws = streams.draw_random_tensors(checkpoint.denoiser.get_random_input_samplers(batch), CPU)
     transformer = checkpoint.denoiser.load_transformer(torch.float32)
     with torch.no_grad():
         losses = checkpoint.denoiser.losses(transformer, batch, streams).losses

@@ -102,7 +102,9 @@ def test_what_is_drawn_ahead_is_all_that_is_drawn_and_changes_no_bit(pipeline_su
     checkpoint, batch = pipeline_subject.checkpoint, encoded_batch(pipeline_subject)
     transformer = checkpoint.denoiser.load_transformer(torch.float32)
     shapes = {name: tensor.to("meta") for name, tensor in batch.items()}
-    tensors = RandomStreams(0, [4, 5, 6]).draw_tensors(checkpoint.denoiser.get_random_input_samplers(shapes), CPU)
+    tensors = RandomStreams(0, [4, 5, 6]).draw_random_tensors(
+        checkpoint.denoiser.get_random_input_samplers(shapes), CPU
+    )
     ahead = RandomInputs(0, (4, 5, 6), tensors)
     before = {name: tensor.clone() for name, tensor in tensors.items()}
 

@@ -45,7 +45,7 @@ def stored(tiny: Path) -> Checkpoint:
 
 def levels_of(checkpoint: Checkpoint, rows: int = 2000) -> torch.Tensor:
     batch = {"latent_mean": torch.zeros(rows, 32, 2, 2)}
-    return RandomStreams(0, range(rows)).draw_tensors(
+    return RandomStreams(0, range(rows)).draw_random_tensors(
         checkpoint.denoiser.get_random_input_samplers(batch), torch.device("cpu")
     )["timestep"]
 
@@ -152,7 +152,7 @@ def test_given_latents_stay_clean_and_no_loss_is_taken_there(stored: Checkpoint)
     }
     model, streams = Echo(), RandomStreams(0, [1, 2, 3])
     output = denoiser.losses(model, batch, streams)
-    random_inputs = streams.draw_tensors(denoiser.get_random_input_samplers(batch), torch.device("cpu"))
+    random_inputs = streams.draw_random_tensors(denoiser.get_random_input_samplers(batch), torch.device("cpu"))
     clean = denoiser.clean_latents(batch, random_inputs)
     assert torch.equal(model.seen[..., 0], clean[..., 0])
     level = random_inputs["timestep"].double().view(-1, 1, 1, 1)

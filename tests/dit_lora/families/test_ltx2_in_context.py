@@ -55,7 +55,7 @@ def test_our_loss_is_that_of_diffusers_transformer_on_the_videos_tokens(
     checkpoint = in_context(path, side)
     batch, streams = batch_of(checkpoint), RandomStreams(3, [1, 2, 3])
     batch[LOSS_MASK] = torch.rand(3, 2, 4, generator=torch.Generator().manual_seed(4))
-    random_inputs = streams.draw_tensors(checkpoint.denoiser.get_random_input_samplers(batch), CPU)
+    random_inputs = streams.draw_random_tensors(checkpoint.denoiser.get_random_input_samplers(batch), CPU)
     transformer: Any = LTX2VideoTransformer3DModel.from_pretrained(path, subfolder="transformer")
     clean, reference = (batch[name].flatten(2).mT for name in ("latent_mean", "reference_0"))
     assert reference.shape[1] == TOKENS // factor**2

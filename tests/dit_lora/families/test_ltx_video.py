@@ -233,7 +233,9 @@ def test_samples_without_their_image_are_trained_as_text_to_video(
     torch.testing.assert_close(always, text, rtol=1e-5, atol=0)
     assert (never - text).abs().min() > 1e-3
     half = dropping(0.5)
-    keep_mask = RandomStreams(6, [0, 1, 2]).draw_tensors(half.get_random_input_samplers(batch), CPU)["image_dropout"]
+    keep_mask = RandomStreams(6, [0, 1, 2]).draw_random_tensors(half.get_random_input_samplers(batch), CPU)[
+        "image_dropout"
+    ]
     assert keep_mask.any()
     assert not keep_mask.all()
     torch.testing.assert_close(losses(half), torch.where(keep_mask, never, text), rtol=1e-5, atol=0)
@@ -247,7 +249,7 @@ def test_no_loss_is_taken_where_the_image_stands(tiny_checkpoints: dict[str, Pat
     batch["image_latent_logvar"].fill_(-60)  # so that what is drawn is the mean
     transformer = checkpoint.denoiser.load_transformer(torch.float32)
     streams = RandomStreams(5, [0, 1, 2])
-    random_inputs = streams.draw_tensors(checkpoint.denoiser.get_random_input_samplers(batch), CPU)
+    random_inputs = streams.draw_random_tensors(checkpoint.denoiser.get_random_input_samplers(batch), CPU)
     tokens = 2 * 3  # of a frame
     with torch.no_grad():
         before = checkpoint.denoiser.losses(transformer, batch, streams).losses

@@ -66,7 +66,7 @@ def test_our_loss_is_that_of_diffusers_modules(tiny_checkpoints: dict[str, Path]
     rows = [encode_video(clip) for clip in pixels]
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]} | text
     streams = RandomStreams(3, [1, 2, 3])
-    random_inputs = dict(streams.draw_tensors(checkpoint.denoiser.get_random_input_samplers(batch), CPU))
+    random_inputs = dict(streams.draw_random_tensors(checkpoint.denoiser.get_random_input_samplers(batch), CPU))
     with torch.no_grad():
         ours = checkpoint.denoiser.losses(checkpoint.denoiser.load_transformer(torch.float32), batch, streams).losses
     theirs = losses_by_diffusers(path, task, pixels, random_inputs, 12.5)

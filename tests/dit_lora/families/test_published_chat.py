@@ -60,5 +60,5 @@ def test_published_models_are_as_large_as_published(name: str) -> None:
     names = (config.image_token_id, getattr(config, "video_token_id", None))
     for frames, expected in ((8, of_video), (1, of_image)):
         shape = layout.shape(frames, 720, 1280, (side, side))
-        text = layout.media_prompt_text(shape, [float(second) for second in range(frames)])
+        text = layout.build_media_token_text(shape, [float(second) for second in range(frames)])
         assert max(text.count(f"[{layer_name}]") for layer_name in names) == expected

@@ -62,7 +62,7 @@ def test_our_loss_is_that_of_diffusers_modules(tiny_checkpoints: dict[str, Path]
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     batch |= encode_text(CAPTIONS)
     streams = RandomStreams(3, [1, 2, 3])
-    random_inputs = streams.draw_tensors(checkpoint.denoiser.get_random_input_samplers(batch), CPU)
+    random_inputs = streams.draw_random_tensors(checkpoint.denoiser.get_random_input_samplers(batch), CPU)
     with torch.no_grad():
         ours = checkpoint.denoiser.losses(checkpoint.denoiser.load_transformer(torch.float32), batch, streams).losses
     theirs = losses_by_diffusers(path, torch.cat(pictures), random_inputs)

@@ -88,9 +88,9 @@ def test_each_expert_draws_in_its_own_range_alone(
     """And with the shape that the whole density has there, cut after the shift."""
     checkpoint = opened(tiny_checkpoints[variant], part=part)
     batch = {"latent_mean": torch.zeros(ROWS, 16, 1, 1, 1)}
-    sigmas = RandomStreams(0, range(ROWS)).draw_tensors(checkpoint.denoiser.get_random_input_samplers(batch), CPU)[
-        "timestep"
-    ]
+    sigmas = RandomStreams(0, range(ROWS)).draw_random_tensors(
+        checkpoint.denoiser.get_random_input_samplers(batch), CPU
+    )["timestep"]
     high = part == "transformer"
     # As the pipeline decides between them.
     assert ((1000 * sigmas >= boundary * 1000) == high).all()
@@ -347,11 +347,13 @@ def test_samples_without_their_image_are_trained_as_text_to_video(
     assert (never - text).abs().min() > 1e-3
     # At a half each sample is one or the other.
     half = for_recipe(path, **i2v, data={"image_dropout": 0.5})
-    keep_mask = RandomStreams(5, [0, 1, 2]).draw_tensors(half.get_random_input_samplers(batch), CPU)["image_dropout"]
+    keep_mask = RandomStreams(5, [0, 1, 2]).draw_random_tensors(half.get_random_input_samplers(batch), CPU)[
+        "image_dropout"
+    ]
     expected = torch.where(keep_mask, never, text)
     torch.testing.assert_close(losses(half), expected, rtol=1e-5, atol=0)
     many = {name: tensor[:1].expand(ROWS, *tensor.shape[1:]) for name, tensor in batch.items()}
-    random_inputs = RandomStreams(5, range(ROWS)).draw_tensors(
+    random_inputs = RandomStreams(5, range(ROWS)).draw_random_tensors(
         {"image_dropout": half.get_random_input_samplers(many)["image_dropout"]}, CPU
     )
     assert random_inputs["image_dropout"].float().mean().item() == pytest.approx(0.5, abs=0.03)
@@ -364,7 +366,7 @@ def test_no_loss_is_taken_where_the_image_stands(tiny_checkpoints: dict[str, Pat
     batch = encoded_batch(open_subject(EVERY["wan-2.2-ti2v-5b-i2v"], path))
     transformer = checkpoint.denoiser.load_transformer(torch.float32)
     streams = RandomStreams(5, [0, 1, 2])
-    random_inputs = streams.draw_tensors(checkpoint.denoiser.get_random_input_samplers(batch), CPU)
+    random_inputs = streams.draw_random_tensors(checkpoint.denoiser.get_random_input_samplers(batch), CPU)
     with torch.no_grad():
         before = checkpoint.denoiser.losses(transformer, batch, streams).losses
         clean = checkpoint.denoiser.clean_latents(batch, random_inputs)

@@ -11,7 +11,7 @@ from dit_lora.training.check_budget import (
     EvalSize,
     count_affordable_passes,
     find_reduced_eval_size,
-    has_own_eval_size,
+    has_eval_size_setting,
     limit_eval_size,
 )
 from dit_lora.training.journal import Journal, read_reduced_eval_size
@@ -59,7 +59,7 @@ def test_what_the_recipe_sets_is_measured_as_asked(
     recipe_values["validation"] = validation
     recipe_values["train"]["steps"] = 20
     recipe = parse_recipe(recipe_values, "recipe")
-    assert has_own_eval_size(recipe) is is_own
+    assert has_eval_size_setting(recipe) is is_own
     assert find_reduced_eval_size(recipe, 99, 40) == size
     assert find_reduced_eval_size(recipe, 99, 10**6) is None
 

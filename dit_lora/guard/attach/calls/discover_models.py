@@ -32,7 +32,7 @@ class ModelDiscovery:
         self.is_searching = False
         remove_listener(self._record_call)
 
-    def take_trained_models(self) -> list[nn.Module]:
+    def end_search_for_trained_models(self) -> list[nn.Module]:
         """End the search for trained models; returns those with weights whose output received a gradient.
 
         A model whose output may still receive one, as a generator's does after the discriminator's step, stays for the

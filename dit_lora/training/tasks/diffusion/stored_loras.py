@@ -66,6 +66,7 @@ def check_lora_files(recipe: Recipe, checkpoint: Checkpoint) -> Mapping[str, Any
     lora = recipe.lora
     if not lora.has_file_init and not lora.under:
         return {}
+    # Names and shapes are all that the checks need.
     with torch.device("meta"), build_from_configs():
         model = checkpoint.denoiser.load_transformer(torch.float32)
     stored, metadata = read_recipe_lora_files(recipe, checkpoint, model), dict[str, Any]()

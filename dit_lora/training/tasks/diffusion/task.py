@@ -30,7 +30,7 @@ from dit_lora.training.check_budget import (
     EvalSize,
     find_reduced_eval_size,
     get_full_eval_size,
-    has_own_eval_size,
+    has_eval_size_setting,
 )
 from dit_lora.training.execution.base_alone import has_only_untrained_adapters
 from dit_lora.training.journal import read_reduced_eval_size
@@ -159,7 +159,7 @@ class DiffusionTask:
 
     def find_reduced_eval_size(self, setup: DiffusionSetup) -> EvalSize | None:
         recipe, session = setup.recipe, setup.session
-        if has_own_eval_size(recipe):
+        if has_eval_size_setting(recipe):
             return None
         # Eval losses of one run must be comparable, also after a resume with more steps.
         recorded = None

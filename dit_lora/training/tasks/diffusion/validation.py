@@ -97,6 +97,7 @@ def _get_sample_path(session: Session, step: int, index: int) -> Path:
 def _build_inputs(setup: Setup[DiffusionTrainingData, Checkpoint]) -> list[tuple[Tensors, Sampling]]:
     settings, device = setup.recipe.validation, setup.accelerator.device
     encoded, checkpoint = setup.data, setup.data.sampling_checkpoint or setup.checkpoint
+    # All prompts with the same seeds, so that they can be compared.
     return [
         (
             checkpoint.sampler.prompt_kwargs(

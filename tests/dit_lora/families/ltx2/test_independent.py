@@ -171,7 +171,7 @@ def test_our_loss_is_that_of_diffusers_modules(
     if sound is not None:
         batch["audio_latent_mean"] = sound
     streams = RandomStreams(3, [1, 2, 3])
-    random_inputs = streams.draw_tensors(checkpoint.denoiser.get_random_input_samplers(batch), CPU)
+    random_inputs = streams.draw_random_tensors(checkpoint.denoiser.get_random_input_samplers(batch), CPU)
     with torch.no_grad():
         ours = checkpoint.denoiser.losses(checkpoint.denoiser.load_transformer(torch.float32), batch, streams).losses
     theirs = losses_by_diffusers(path, kind, pixels, random_inputs, sound)
@@ -197,7 +197,9 @@ def test_velocities_and_gradients_are_the_vendors_at_unequal_noise_levels(
     )
     sigma, sound_sigma = torch.tensor([950.0, 400.0, 30.0]), torch.tensor([120.0, 700.0, 990.0])
     batch |= {"audio_noisy": noisy_sound, "audio_timestep": sound_sigma}
-    random_inputs = RandomStreams(3, [1, 2, 3]).draw_tensors(checkpoint.denoiser.get_random_input_samplers(batch), CPU)
+    random_inputs = RandomStreams(3, [1, 2, 3]).draw_random_tensors(
+        checkpoint.denoiser.get_random_input_samplers(batch), CPU
+    )
     timesteps = checkpoint.denoiser.conditioning.token_timesteps(sigma, batch, random_inputs)
     assert (timesteps.ndim == 2) == (kind == "i2v")
     ours = checkpoint.denoiser.predict_velocities(model, noisy, sigma, batch, random_inputs)

@@ -230,7 +230,7 @@ def test_sound_has_noise_and_a_level_of_its_own(tiny_checkpoints: dict[str, Path
     random_inputs = checkpoint.denoiser.get_random_input_samplers(
         {name: tensor.to("meta") for name, tensor in batch.items()}
     )
-    rows = RandomStreams(0, [1, 2, 3]).draw_tensors(random_inputs, CPU)
+    rows = RandomStreams(0, [1, 2, 3]).draw_random_tensors(random_inputs, CPU)
     assert set(rows) == {"noise", "timestep", "audio_noise", "audio_timestep"}
     assert not torch.equal(rows["timestep"], rows["audio_timestep"])
     # By its own number of tokens, 53, where the video has 18.

@@ -27,7 +27,7 @@ from dit_lora.guard.gradient_check.slopes import (
     LossEvaluator,
     SlopeComparison,
     SlopeEstimate,
-    compare_slopes,
+    compare_gradient_with_slopes,
     conclude_from_estimates,
     divide_or_infinity,
 )
@@ -114,7 +114,7 @@ def test_the_slope_is_autograds_in_fp64(make_direction: Callable[[dict[str, torc
     evaluator = LossEvaluator(step.compute_terms, [], 100)
     evaluator.evaluate_base()
     direction = make_direction(step.parameters)
-    comparison = compare_slopes(evaluator, direction, size=1e-3, dtype=torch.float64)
+    comparison = compare_gradient_with_slopes(evaluator, direction, size=1e-3, dtype=torch.float64)
     assert comparison.result == "agrees"
     assert abs(comparison.ratio - 1) < min(1e-6, comparison.bound)
     # Steps are rounded by 2^-53 of the weights only.

@@ -275,6 +275,7 @@ def test_a_bundle_of_an_earlier_start_counts_towards_the_limit(guarded: Guarded,
     (tmp_path / "bundles" / "step_000003_rank_0_micro_step_0").mkdir(parents=True)
     session = SimpleNamespace(dir=tmp_path)
     setup = SimpleNamespace(session=session, recipe=SimpleNamespace(guard=GuardConfig(bundles=1)))
-    files = recovery_module.RecoveryFileUpdater(SimpleNamespace(setup=setup), None, None, None)  # type: ignore[arg-type]
+    run: Any = SimpleNamespace(setup=setup)
+    files = recovery_module.RecoveryFileUpdater(run, None, None, None)  # type: ignore[arg-type]
     event = make_event(7, "non_finite_loss", make_diagnosis("data", step=7), "quarantine", 0.0)
     assert files.write_replay_bundle(guarded.micro_batch(7, 0), event) is None
