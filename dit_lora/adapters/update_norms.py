@@ -139,7 +139,7 @@ def measure_adapter_updates(model: nn.Module, norms: Mapping[str, float]) -> lis
     return _build_updates(changes, norms, roots)
 
 
-def compute_base_updates(tensors: Mapping[str, torch.Tensor], files: Sequence[Path]) -> list[ModuleUpdate]:
+def measure_base_weight_changes(tensors: Mapping[str, torch.Tensor], files: Sequence[Path]) -> list[ModuleUpdate]:
     """Sizes of the changes of trained base weights, relative to the tensors of the same name and shape in `files`."""
     changes, norms, roots = {}, {}, {}
     for file in files:

@@ -68,7 +68,7 @@ def audit_recipe(recipe: Recipe, encoders: Encoders, *, progress: bool = True) -
         sources.clips,
         data,
         shapes=samples.shapes,
-        reference_shape=info.references.encoded_shape if info.references else None,
+        reference_shape=info.reference_spec.encoded_shape if info.reference_spec else None,
         memo=memo,
         digests=digests,
         show_progress=progress,

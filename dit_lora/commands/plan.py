@@ -71,7 +71,7 @@ def _build_rows(sizes: Any) -> list[tuple[str, str]]:
 
 
 def _build_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A borderless table with the first column on the left and sizes on the right."""
+    """A table without borders: the first column is left-aligned, all others are right-aligned."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="right" if index else "left", min_width=24 * (not index))

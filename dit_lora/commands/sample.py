@@ -25,7 +25,7 @@ from dit_lora.families.base import Sampler, Sampling, VideoShape
 from dit_lora.numerics.precision import choose_precision
 from dit_lora.terminal import echo
 from dit_lora.verify.expert_pair import EXPERT_FILE_PATTERNS, find_expert_results
-from dit_lora.verify.locate import ResultSource, find_result_source
+from dit_lora.verify.locate import TrainedResultLocation, find_result_source
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def write_sample_cells(request: SampleRequest) -> WrittenSamples:
     return WrittenSamples(cells, _describe_settings(request, source, model.path))
 
 
-def _describe_settings(request: SampleRequest, source: ResultSource, model: str) -> dict[str, str]:
+def _describe_settings(request: SampleRequest, source: TrainedResultLocation, model: str) -> dict[str, str]:
     # A checkpoint's or an export's folder has the step in its name; a run's result is of its last step.
     match = re.fullmatch(r"step_(\d+)", source.file.parent.name)
     step = int(match[1]) if match else source.metadata.get("steps")
@@ -197,7 +197,7 @@ def _iterate_samples(
 
 
 def _load_adapters(
-    request: SampleRequest, pipeline: Any, sources: Sequence[ResultSource], comfyui: LayerNames
+    request: SampleRequest, pipeline: Any, sources: Sequence[TrainedResultLocation], comfyui: LayerNames
 ) -> None:
     """Load the target's adapters and the others.
 

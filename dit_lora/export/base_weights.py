@@ -123,7 +123,7 @@ class StoredWeights:
                 self._open_weight_file(location.path, prefix)
                 return
         # No prefix fits: the names are those of the published model, not of Diffusers.
-        self._convert_file(location, denoiser)
+        self._convert_published_tensors(location, denoiser)
 
     def _open_weight_file(self, file: Path, prefix: str) -> None:
         """Register the tensors of a file whose names begin with this prefix."""
@@ -142,7 +142,7 @@ class StoredWeights:
         if unsupported:
             raise _make_quantization_error(self._source, unsupported)
 
-    def _convert_file(self, location: CheckpointLocation, denoiser: Denoiser) -> None:
+    def _convert_published_tensors(self, location: CheckpointLocation, denoiser: Denoiser) -> None:
         """Register the tensors of a file with the published names, converted by Diffusers' `from_single_file`."""
         read = getattr(denoiser.transformer_class, "from_single_file", None)
         name = denoiser.transformer_class.__name__

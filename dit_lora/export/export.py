@@ -40,7 +40,7 @@ from dit_lora.files import write_folder_atomically
 from dit_lora.training.tasks.chat.answerer import find_origin
 from dit_lora.training.tasks.diffusion.samples import make_progress_bar
 from dit_lora.verify.expert_pair import find_expert_results
-from dit_lora.verify.locate import ADAPTER_FILENAMES, ResultSource, find_result_source, is_chat_result
+from dit_lora.verify.locate import ADAPTER_FILENAMES, TrainedResultLocation, find_result_source, is_chat_result
 
 ExportFormat = LoraFormat | Literal["merged"]
 MessageCallback = Callable[[str], None]
@@ -200,7 +200,7 @@ def write_expert_pair(
     return output_dir
 
 
-def find_adapter(target: Path) -> ResultSource:
+def find_adapter(target: Path) -> TrainedResultLocation:
     """The diffusion adapter at a path. Raises `DitLoraError` if there is none."""
     if not target.exists():
         raise DitLoraError(f"{target} does not exist; give the folder of a run or an adapter")
@@ -227,7 +227,7 @@ def _check_weights(request: ExportRequest) -> list[float]:
     return weights
 
 
-def _require_same_base(sources: Sequence[ResultSource]) -> None:
+def _require_same_base(sources: Sequence[TrainedResultLocation]) -> None:
     """Raise `DitLoraError` unless all adapters are of one family and, if recorded, of the same transformer."""
     # A header may lack either value, so only recorded ones are compared.
     for key, noun in (("family", "families"), ("transformer_digest", "base models")):
@@ -241,7 +241,7 @@ def _require_same_base(sources: Sequence[ResultSource]) -> None:
 
 
 def _load_adapters(
-    sources: Sequence[ResultSource], weights: Sequence[float], family: DiffusionFamily, checkpoint: Checkpoint
+    sources: Sequence[TrainedResultLocation], weights: Sequence[float], family: DiffusionFamily, checkpoint: Checkpoint
 ) -> ExportedAdapter:
     """Load adapters on models without weights. Several, or a weighted one, are replaced by their weighted sum."""
     new_model, pipeline_class = partial(build_empty_model, checkpoint.denoiser), checkpoint.info.pipeline_class
@@ -283,7 +283,7 @@ def build_empty_model(denoiser: Denoiser) -> Any:
     return replace_weights_with_zeros(model)
 
 
-def _collect_shared_metadata(sources: Sequence[ResultSource], rank: int) -> dict[str, Any]:
+def _collect_shared_metadata(sources: Sequence[TrainedResultLocation], rank: int) -> dict[str, Any]:
     """Header metadata about the model and its videos that is equal in all adapters to merge.
 
     Entries about their training are left out.
@@ -301,7 +301,7 @@ def _collect_shared_metadata(sources: Sequence[ResultSource], rank: int) -> dict
 def _build_header(
     metadata: Mapping[str, Any],
     export_format: ExportFormat,
-    sources: Sequence[ResultSource],
+    sources: Sequence[TrainedResultLocation],
     weights: Sequence[float],
     *,
     folds_alpha: bool,

@@ -113,7 +113,7 @@ class CheckpointInfo(ABC):
         return {}
 
     @property
-    def references(self) -> ReferenceSpec | None:
+    def reference_spec(self) -> ReferenceSpec | None:
         """Specification of the reference pictures or clips that the model accepts; None if it accepts none."""
         return None
 
@@ -194,7 +194,7 @@ class CheckpointInfo(ABC):
         expert_options = ("validation.other_expert",) if self.expert_names else ()
         refuse_options(recipe, (*self.supported_options, *training_options, *expert_options))
         # References need the checkpoint's facts, so the recipe cannot check them by itself.
-        problems = reference_errors(recipe, self.references)
+        problems = reference_errors(recipe, self.reference_spec)
         if problems:
             raise DitLoraError(format_list(f"{self.path.name} cannot use this recipe", problems))
         return replace(self, reference_resolution=recipe.data.reference_resolution)
@@ -506,7 +506,7 @@ class Sampler(ABC):
     def reference_kwargs(self, sampling: Sampling) -> dict[str, Any]:
         """Pipeline arguments for the reference pictures or clips of one sample."""
         # Limit references by `data.reference_resolution` here too, so that samples see them at the sizes of training.
-        pictures = read_references(self.info.path.name, self.info.references, sampling.references)
+        pictures = read_references(self.info.path.name, self.info.reference_spec, sampling.references)
         scaled_pictures = [scale_image(picture, self.info.reference_resolution) for picture in pictures]
         return {"image": scaled_pictures} if scaled_pictures else {}
 

@@ -80,11 +80,11 @@ def build_from_configs() -> Iterator[list[nn.Module]]:
     ) -> Any:
         # Parameters have the names of from_pretrained, whose callers pass them by keyword.
         model = cls.from_config(cls.load_config(path, subfolder=subfolder))
-        return _prepare_model(model, dtype, cls._keep_in_fp32_modules or [], built)
+        return _cast_and_freeze_model(model, dtype, cls._keep_in_fp32_modules or [], built)
 
     def build_transformers_model(cls: Any, path: Any, *, dtype: Any = None, **_: Any) -> Any:
         model = _build_uninitialized(cls, load_pretrained(cls.config_class, path))
-        return _prepare_model(model, dtype, cls._keep_in_fp32_modules or [], built)
+        return _cast_and_freeze_model(model, dtype, cls._keep_in_fp32_modules or [], built)
 
     replacements: dict[Any, Any] = {ModelMixin: build_diffusers_model, PreTrainedModel: build_transformers_model}
     originals: dict[Any, Any] = {kind: vars(kind)["from_pretrained"] for kind in replacements}
@@ -98,7 +98,7 @@ def build_from_configs() -> Iterator[list[nn.Module]]:
             kind.from_pretrained = method
 
 
-def _prepare_model(
+def _cast_and_freeze_model(
     model: nn.Module, dtype: torch.dtype | None, fp32_modules: list[str], built_models: list[nn.Module]
 ) -> nn.Module:
     for name, parameter in model.named_parameters():
@@ -120,7 +120,7 @@ def build_text_encoders(path: Path, dtype: torch.dtype) -> list[nn.Module]:
     for file in sorted(path.glob("text_encoder*/config.json")):
         config = load_pretrained(AutoConfig, file.parent)
         model = _build_uninitialized(getattr(transformers, config.architectures[0]), config)
-        models.append(_prepare_model(model, dtype, [], []))
+        models.append(_cast_and_freeze_model(model, dtype, [], []))
     return models
 
 

@@ -63,7 +63,7 @@ def write_card(contents: PublishedContents, repo_id: str) -> str:
         _build_metadata(contents, repo_id),
         template_str=template,
         title=escape_markdown(repo_id.partition("/")[2]),
-        summary=_write_summary(contents),
+        summary=_format_card_summary(contents),
         trigger=escape_markdown(trigger) if trigger else None,
         gallery=any(not card_sample.is_text for card_sample in contents.card_samples),
         pairs=pairs,
@@ -193,7 +193,7 @@ def _build_eval_results(contents: PublishedContents) -> list[EvalResult]:
     ]
 
 
-def _write_summary(contents: PublishedContents) -> str:
+def _format_card_summary(contents: PublishedContents) -> str:
     """The model card's first sentence: what was trained, from which base, for how many steps."""
     metadata, task = contents.metadata, get_hub_task(contents)
     base = (

@@ -258,7 +258,7 @@ def _compute_phase_peaks(
     phases["clips"] = compute_encoder_peak(estimator.video_encoder)
     phases["training"] = at_training
     if recipe.validation.prompts:
-        decoder = estimator.video_decoder
+        decoder = estimator.video_decoding_memory
         # Denoising and decoding follow each other, so the larger one counts.
         at_work = max(estimator.measure_inference_peak(recipe), decoder.peak_bytes)
         # The trained weights are set aside while the model has the EMA weights.

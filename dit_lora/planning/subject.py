@@ -182,7 +182,7 @@ class MemoryEstimator:
     def _add_reference_shapes(self, shape: VideoShape) -> VideoShape:
         """The shape with as many references as a validation prompt has; unchanged if the data has them."""
         # None for models without references.
-        takes = self.checkpoint.info.references
+        takes = self.checkpoint.info.reference_spec
         if takes is None or shape.references or self.samples is not None:
             return shape
         number = max((len(files) for files in self.recipe.validation.references), default=0)
@@ -252,7 +252,7 @@ class MemoryEstimator:
         return EncoderMemory(weights, self._encode_fake_sample(self.shapes[0])[1])
 
     @cached_property
-    def video_decoder(self) -> EncoderMemory:
+    def video_decoding_memory(self) -> EncoderMemory:
         """Memory of decoding one sample of the shape in `data`. An image autoencoder decodes one frame at a time."""
         _, encoders, fake = self._encoders
         vae: Any = encoders[0]

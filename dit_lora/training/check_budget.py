@@ -78,7 +78,7 @@ def limit_eval_size(full: EvalSize, num_trained_samples: int) -> EvalSize:
     return EvalSize(min(full.num_clips, affordable), num_draws)
 
 
-def count_affordable_passes(num_steps: float, num_blocks: int, num_kernels: int) -> int:
+def count_affordable_block_passes(num_steps: float, num_blocks: int, num_kernels: int) -> int:
     """Passes of one block, forward and backward, that the comparison of each kernel may take; 0 or more.
 
     Args:

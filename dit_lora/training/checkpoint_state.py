@@ -207,7 +207,7 @@ class CheckpointManager:
     def poll_exit_code(self) -> int:
         """Exit code if writing this process's files has failed so far, else 0. Does not wait for pending writes."""
         # Another process may have taken the folder for a dead run's: this one must write no more.
-        lost = self.setup.session.lock.get_takeover_error()
+        lost = self.setup.session.lock.get_run_folder_takeover_error()
         if lost is not None:
             self.writer.record_error(lost)
         return self.writer.poll_exit_code()

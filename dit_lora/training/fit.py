@@ -540,7 +540,7 @@ def _save_after_failure(run: Run, step: int) -> str:
     if step <= run.start_step:
         return ""
     # With a lost lock the writer, on the main process, must go on refusing.
-    if session.lock.get_takeover_error() is None:
+    if session.lock.get_run_folder_takeover_error() is None:
         run.saved_checkpoints.writer.clear_error()
     try:
         run.saved_checkpoints.save(step, run.recovery.state_dict(), wait=True)

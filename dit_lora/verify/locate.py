@@ -25,7 +25,7 @@ ADAPTER_FILENAMES = (ADAPTER_FILE, SAFETENSORS_WEIGHTS_NAME)
 
 
 @dataclass(frozen=True)
-class ResultSource:
+class TrainedResultLocation:
     """A diffusion adapter or a full pipeline that was found at a path."""
 
     target: Path
@@ -72,7 +72,7 @@ class ResultSource:
         return base if base.family else base.model_copy(update={"family": detect_family(base)})
 
 
-def find_result_source(target: Path, filenames: Sequence[str] = DIFFUSERS_FILENAMES) -> ResultSource:
+def find_result_source(target: Path, filenames: Sequence[str] = DIFFUSERS_FILENAMES) -> TrainedResultLocation:
     """Find the adapter or the pipeline at this path. It is a run's folder, an adapter's folder, or an adapter's file.
 
     Args:
@@ -87,7 +87,7 @@ def find_result_source(target: Path, filenames: Sequence[str] = DIFFUSERS_FILENA
     if pipeline is not None:
         record = pipeline / RUN_METADATA_FILE
         metadata = dict(read_typed_json(record, RunMetadata)) if record.is_file() else {}
-        return ResultSource(target, pipeline, metadata, is_pipeline=True)
+        return TrainedResultLocation(target, pipeline, metadata, is_pipeline=True)
     file = _find_result_file(target, filenames)
     if file is None:
         # Some kinds of adapters of diffusion models are stored in PEFT's format only.
@@ -96,7 +96,7 @@ def find_result_source(target: Path, filenames: Sequence[str] = DIFFUSERS_FILENA
             is_diffusion = read_run_metadata(peft_file).get("family", "") in DIFFUSION_FAMILIES
             file = peft_file if is_diffusion else None
     if file is not None:
-        return ResultSource(target, file, read_run_metadata(file) or _read_checkpoint_metadata(file))
+        return TrainedResultLocation(target, file, read_run_metadata(file) or _read_checkpoint_metadata(file))
     peft_configs = (path / CONFIG_NAME for path in (target, target / "adapter", target.parent))
     if filenames == DIFFUSERS_FILENAMES and any(config.is_file() for config in peft_configs):
         raise DitLoraError(

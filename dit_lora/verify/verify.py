@@ -27,11 +27,11 @@ from dit_lora.adapters.patterns import read_peft_config, require_bounded_regex_p
 from dit_lora.adapters.update_norms import (
     LoadedLayer,
     ModuleUpdate,
-    compute_base_updates,
     compute_module_updates,
     compute_weight_norms,
     list_loaded_layers,
     measure_adapter_updates,
+    measure_base_weight_changes,
 )
 from dit_lora.environment.safetensors_files import UnreadableFileError, read_header, read_metadata, read_tensors
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
@@ -244,7 +244,7 @@ def _measure_adapter_effect(
 ) -> tuple[list[ModuleUpdate], VerificationCheck]:
     files = result.reference_model.list_weight_files()
     # Weights on the meta device are read from the checkpoint's files.
-    norms, changes = compute_weight_norms(new_model, files), compute_base_updates(base_weights, files)
+    norms, changes = compute_weight_norms(new_model, files), measure_base_weight_changes(base_weights, files)
     is_dora = any("magnitude" in name for name in file_tensors)
     is_lora = get_adapter_kind(result.read_config()) == "lora" and not is_dora
     # A LoRA's update only depends on the file. Other kinds need a loaded layer with its weight.

@@ -74,7 +74,7 @@ def encoded_text(
     shape: VideoShape,
 ) -> dict[str, torch.Tensor]:
     """One caption's tensors without the batch, encoded with its references where the model does so."""
-    takes = subject.checkpoint.info.references
+    takes = subject.checkpoint.info.reference_spec
     if takes is not None and takes.is_encoded_with_caption:
         assert isinstance(encode, EditTextEncoder)
         embeddings = encode.encode_with_references(caption, references, shape)
@@ -97,7 +97,7 @@ def encoded_batch(subject: Subject, shape: VideoShape | None = None, size: int =
 
 def _encode(subject: Subject, shape: VideoShape, size: int) -> dict[str, torch.Tensor]:
     checkpoint, generator = subject.checkpoint, torch.Generator().manual_seed(0)
-    takes, sizes = checkpoint.info.references, subject.case.references
+    takes, sizes = checkpoint.info.reference_spec, subject.case.references
     encode_video = checkpoint.encoders.load_video_encoder(torch.float32, CPU)
     encode_text = checkpoint.encoders.load_text_encoder(torch.float32, CPU)
     if takes is not None:

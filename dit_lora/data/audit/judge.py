@@ -271,7 +271,7 @@ def _check_length(media: Media, facts: Mapping[str, Any], requirements: SampleRe
         num_available = 1
     else:
         end = facts["last_at"] + facts["last_interval"] / 2
-        # The same count as in `decode.RegularFrameTimes.count_until`, from the frames' real times.
+        # The same count as in `decode.RegularFrameTimes.count_frame_times_until`, from the frames' real times.
         num_available = math.floor(end * fps + 1e-6) + 1
     if num_available < requirements.min_frames:
         message = f"{requirements.min_frames} frames at {fps:g} fps are asked for, and it gives {num_available}"

@@ -32,9 +32,9 @@ class MediaSignature:
 
     @classmethod
     def from_pictures(cls, grey: np.ndarray, colours: np.ndarray, times: Sequence[float]) -> "MediaSignature":
-        """Compute the hashes and colours of pictures, uint8 (N, 24, 24) and (N, 4, 4, 3).
+        """Compute the hashes and colours from N frames: `grey` is uint8 (N, 24, 24), `colours` uint8 (N, 4, 4, 3).
 
-        `times` are N starts and the end, in seconds.
+        `times` are the starts of the N frames and the end of the clip, in seconds.
         """
         # Time of each picture's beginning; the last element of `times` is the end of the clip.
         starts = np.asarray(times[:-1])

@@ -184,7 +184,7 @@ def _count_frames(header: VideoHeader, start: float, frames: int, fps: float | N
         return frames
     # Each time gets the nearest frame, so the last frame is used for times up to half its duration after it.
     end = header.seconds + (extra_frames - 0.5) / header.fps
-    return RegularFrameTimes(frames, fps or 1.0, start).count_until(end)
+    return RegularFrameTimes(frames, fps or 1.0, start).count_frame_times_until(end)
 
 
 def _compute_cost(header: VideoHeader, shape: VideoShape) -> tuple[float, float]:

@@ -136,7 +136,7 @@ class TensorCache:
             raise DitLoraError(f"entry {key} of the cache in {self.root} cannot be read")
         return dict(entry.layout.spec)
 
-    def get_first_tensor_spec(self, keys: Sequence[str]) -> Spec:
+    def read_first_entry_spec(self, keys: Sequence[str]) -> Spec:
         """Shapes and dtypes of the first of these cache entries that can be read.
 
         Raises `DitLoraError` if all are damaged.

@@ -70,7 +70,7 @@ class SampleCacheKeys:
 class EncodingSource(Protocol):
     """Interface for encoded clips or captions by key: a `TensorCache`, or an encoder that computes each on request."""
 
-    def get_first_tensor_spec(self, keys: Sequence[str]) -> Spec: ...
+    def read_first_entry_spec(self, keys: Sequence[str]) -> Spec: ...
 
     def read(self, key: str, spec: Spec) -> tuple[dict[str, torch.Tensor], str | None]:
         """Read an encoded clip or caption; returns its tensors, and a message about a fault or None.
@@ -124,12 +124,12 @@ class EncodedClips:
             keys.setdefault(entry.shape, []).append(entry.video_key)
         # The largest bucket first: its peak memory decides whether the run fits.
         shapes = sorted(keys, key=lambda shape: shape.volume if shape else 0, reverse=True)
-        return {shape: self.videos.get_first_tensor_spec(keys[shape]) for shape in shapes}
+        return {shape: self.videos.read_first_entry_spec(keys[shape]) for shape in shapes}
 
     @cached_property
     def text_spec(self) -> Spec:
         """Shapes and dtypes of captions, which are equal for all; from the first entry that can be read."""
-        return self.texts.get_first_tensor_spec([self.empty_text_key, *(entry.text_key for entry in self.entries)])
+        return self.texts.read_first_entry_spec([self.empty_text_key, *(entry.text_key for entry in self.entries)])
 
     @property
     def largest_shape(self) -> tuple[VideoShape | None, Spec]:

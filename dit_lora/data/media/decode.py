@@ -38,7 +38,7 @@ class RegularFrameTimes:
     fps: float
     start: float = 0.0
 
-    def count_until(self, seconds: float) -> int:
+    def count_frame_times_until(self, seconds: float) -> int:
         """Number of the requested times that are not after `seconds`."""
         # The small addend makes a time on the border belong to the earlier frame in spite of rounding.
         passed = math.floor((seconds - self.start) * self.fps + 1e-6) + 1
@@ -76,7 +76,7 @@ class ArbitraryFrameTimes:
         """Last of the requested times: if it is not after the first frame, no seek is needed."""
         return self.seconds[-1]
 
-    def count_until(self, seconds: float) -> int:
+    def count_frame_times_until(self, seconds: float) -> int:
         """Number of the requested times that are not after `seconds`."""
         return bisect_right(self.seconds, seconds + 1e-6)
 
@@ -162,7 +162,7 @@ def _pick_nearest_frames(
         if previous is not None:
             interval = seconds - previous_at
             # A frame is the nearest until half-way to the next one, so it can be yielded once the next one is known.
-            times = target_times.count_until(previous_at + interval / 2) - num_served
+            times = target_times.count_frame_times_until(previous_at + interval / 2) - num_served
             if times > 0:
                 yield previous, times
                 num_served += times
@@ -173,7 +173,7 @@ def _pick_nearest_frames(
     if previous is not None:
         # The end of the file: the last frame serves the remaining times that it is near enough to.
         last_duration = target_times.compute_last_duration(previous, interval)
-        times = target_times.count_until(previous_at + last_duration) - num_served
+        times = target_times.count_frame_times_until(previous_at + last_duration) - num_served
         if times > 0:
             yield previous, times
 

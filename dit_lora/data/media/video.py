@@ -207,7 +207,7 @@ def explain_missing_frames(header: VideoHeader, *, frames: int, fps: float, star
         return None
     times = RegularFrameTimes(frames, fps, start)
     # The header may not count the last frame, which is used for half of its duration.
-    num_available = times.count_until(header.seconds + 0.5 / header.fps)
+    num_available = times.count_frame_times_until(header.seconds + 0.5 / header.fps)
     return _describe_shortage(times, num_available) if num_available < frames else None
 
 

@@ -119,7 +119,7 @@ class CaptionTable:
         return table
 
     @property
-    def has_rows(self) -> bool:
+    def has_metadata_rows(self) -> bool:
         """True if captions come from a metadata.jsonl that is not empty."""
         return bool(self._lines)
 

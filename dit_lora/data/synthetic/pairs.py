@@ -23,8 +23,9 @@ def write_edit_pairs(
     """Write `pairs` edited png files to after/, their references to before/, masks to mask/, and captions.
 
     A caption says where the shape goes; its colour, its kind and the background can only be seen in the
-    reference. With more than one frame, mp4 clips are written in which the shape moves there, coloured before
-    and grey after. Captions are in .txt files, and in metadata.jsonl, which names all the files.
+    reference. With more than one frame, mp4 clips are written in which the shape moves to that side.
+    It is coloured in before/ and grey in after/. Captions are in .txt files, and in metadata.jsonl, which names
+    all the files.
     """
     # A separate generator, so that equal seeds give equal pairs.
     generator = torch.Generator().manual_seed(seed)

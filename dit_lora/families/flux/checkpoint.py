@@ -122,7 +122,7 @@ class KontextInfo(FluxInfo):
     pipeline_class: Any = FluxKontextPipeline
 
     @property
-    def references(self) -> ReferenceSpec:
+    def reference_spec(self) -> ReferenceSpec:
         return ReferenceSpec(1, 1, self.compute_reference_shape, self._reference_error)
 
     def compute_reference_shape(self, height: int, width: int, shape: VideoShape) -> VideoShape:

@@ -109,7 +109,7 @@ class Flux2Info(FluxInfo):
         return max(_MAX_PIXELS, (self.reference_resolution or 0) ** 2)
 
     @property
-    def references(self) -> ReferenceSpec:
+    def reference_spec(self) -> ReferenceSpec:
         return ReferenceSpec(0, None, self._reference_shape, self._reference_error)
 
     def _reference_shape(self, height: int, width: int, shape: VideoShape) -> VideoShape:

@@ -49,7 +49,7 @@ class LTX2InContextInfo(LTX2Info):
     """The recipe's shape; None outside of training."""
 
     @property
-    def references(self) -> ReferenceSpec:
+    def reference_spec(self) -> ReferenceSpec:
         return ReferenceSpec(1, 1, self._reference_shape, is_clip=True)
 
     def compute_reference_downscale(self, shape: VideoShape) -> int:
@@ -139,7 +139,7 @@ class LTX2InContextSampler(LTX2Sampler):
     def reference_kwargs(self, sampling: Sampling) -> dict[str, Any]:
         """Pipeline arguments with the reference clip, read as in training; the pipeline scales it down."""
         info, fps = self.info, sampling.fps or self.info.frame_rate
-        clips = read_reference_clips(info.path.name, info.references, sampling.references, sampling.shape, fps)
+        clips = read_reference_clips(info.path.name, info.reference_spec, sampling.references, sampling.shape, fps)
         conditions = [LTX2ReferenceCondition(frames=_to_pil_frames(clip)) for clip in clips]
         return {"reference_conditions": conditions}
 

@@ -53,7 +53,7 @@ class QwenImageEditInfo(QwenLatentsInfo):
     """The text of each image that comes before the caption, formatted with the image's number."""
 
     @property
-    def references(self) -> ReferenceSpec:
+    def reference_spec(self) -> ReferenceSpec:
         return ReferenceSpec(
             1,
             self.max_references,

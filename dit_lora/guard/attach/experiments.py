@@ -48,7 +48,7 @@ def preserve_model_and_rng_state(models: Sequence[nn.Module]) -> Iterator[None]:
         if numpy is not None:
             numpy.random.set_state(numpy_state)
         for saved in attributes:
-            saved.restore_attributes()
+            saved.restore_module_attributes()
         buffers.restore_buffers()
 
 
@@ -71,7 +71,7 @@ class _AttributeBackup:
                 self._contents.append((value, copy.copy(value)))
         self._names = set(vars(module))
 
-    def restore_attributes(self) -> None:
+    def restore_module_attributes(self) -> None:
         attributes = vars(self._module)
         attributes.update(self._values)
         # Remove attributes that did not exist before.

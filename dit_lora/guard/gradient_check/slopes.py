@@ -450,18 +450,18 @@ def _average_best_estimate(
     # Per length, in units of the best one's step.
     lengths = [e.size / best.size for e in measured]
 
-    def average(values: Iterable[float]) -> float:
+    def average_per_value(values: Iterable[float]) -> float:
         return sum(value / length for value, length in zip(values, lengths, strict=True)) / len(measured)
 
-    mean_square_noise = average(e.noise**2 / length for e, length in zip(measured, lengths, strict=True))
+    mean_square_noise = average_per_value(e.noise**2 / length for e, length in zip(measured, lengths, strict=True))
     average_estimate = replace(
         best,
-        slope=average(e.slope for e in measured),
-        projection=average(e.projection for e in measured),
+        slope=average_per_value(e.slope for e in measured),
+        projection=average_per_value(e.projection for e in measured),
         noise=math.sqrt(mean_square_noise / len(measured)),
-        truncation=average(e.truncation for e in measured),
-        gradient_error=average(e.gradient_error for e in measured),
-        scale=average(e.scale for e in measured),
+        truncation=average_per_value(e.truncation for e in measured),
+        gradient_error=average_per_value(e.gradient_error for e in measured),
+        scale=average_per_value(e.scale for e in measured),
         num_values=sum(e.num_values for e in measured),
         is_average=True,
     )

@@ -62,7 +62,7 @@ class ContactSheet:
     """When the media were audited, in seconds since 1970; 0 if they were not."""
     undo: UndoStep | None
     rules: CaptionRules
-    has_rows: bool
+    has_metadata_rows: bool
     """True if captions come from a metadata.jsonl, and not from .txt files or none."""
     other_list: str
     """The list that has the captions, where they cannot be edited; empty where they can."""
@@ -128,7 +128,7 @@ def build_sheet(source: SheetSource, sample_filter: SampleFilter, number: int, r
         audit_time=source.audit.time,
         undo=None if table.other_list else table.undo_step,
         rules=rules,
-        has_rows=table.has_rows,
+        has_metadata_rows=table.has_metadata_rows,
         other_list=table.other_list,
         is_checked=source.is_checked,
     )

@@ -18,7 +18,7 @@ def count_values_per_point(count: int) -> int:
     return max(1, -(-count // MAX_POINTS))
 
 
-def group_values(values: Numbers) -> Values:
+def group_values_by_chart_point(values: Numbers) -> Values:
     """Values of a column grouped by chart point, (points, values per point); the last value pads the last row."""
     column = np.asarray(values, dtype=np.float64)
     # -n % width is the number of values missing in the last row.
@@ -28,7 +28,7 @@ def group_values(values: Numbers) -> Values:
 
 def compute_means(values: Numbers, *, sparse: bool) -> list[float | None]:
     """Mean of each chart point. None if a value is not finite; with `sparse`, only if no value is finite."""
-    rows = group_values(values)
+    rows = group_values_by_chart_point(values)
     finite = np.isfinite(rows)
     has_mean = finite.any(1) if sparse else finite.all(1)
     with np.errstate(over="ignore"):  # a sum that overflows is not drawn
@@ -39,7 +39,7 @@ def compute_means(values: Numbers, *, sparse: bool) -> list[float | None]:
 def compute_extremes(values: Numbers) -> dict[str, list[float | None]]:
     """Smallest and largest finite value of each chart point; None if it has none."""
     # Masked values are ignored by min and max; a fully masked row gives NaN.
-    rows = np.ma.masked_invalid(group_values(values))
+    rows = np.ma.masked_invalid(group_values_by_chart_point(values))
     return {"lowest": _round_values(rows.min(1).filled(np.nan)), "highest": _round_values(rows.max(1).filled(np.nan))}
 
 

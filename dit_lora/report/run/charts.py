@@ -14,7 +14,7 @@ from dit_lora.report.charts.data import (
     compute_extremes,
     compute_means,
     count_values_per_point,
-    group_values,
+    group_values_by_chart_point,
 )
 from dit_lora.report.run.files import RunFiles
 from dit_lora.report.run.history import MetricColumns, ensure_dict, get_diagnosis, to_float_or_nan
@@ -172,7 +172,9 @@ def build_axes(run: RunFiles) -> list[dict[str, object]]:
     for name, column in columns.items():
         # An axis needs a new position for each step.
         if len(column) and np.isfinite(column).all() and (np.diff(column, prepend=0.0) > 0).all():
-            axes.append({"name": name, "x": [float(f"{value:.7g}") for value in group_values(column)[:, -1]]})
+            axes.append(
+                {"name": name, "x": [float(f"{value:.7g}") for value in group_values_by_chart_point(column)[:, -1]]}
+            )
     return axes
 
 
@@ -181,7 +183,7 @@ def build_curve_data(run: RunFiles) -> dict[str, object]:
     steps = run.metrics.steps
     return {
         # Each point stands at the last of the steps that it combines.
-        "steps": group_values(steps)[:, -1].astype(int).tolist() if steps else [],
+        "steps": group_values_by_chart_point(steps)[:, -1].astype(int).tolist() if steps else [],
         "axes": build_axes(run),
         "end": run.last_step,
         "stepsPerPoint": count_values_per_point(len(steps)),

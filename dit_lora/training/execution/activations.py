@@ -84,7 +84,7 @@ class _SavedTensorCounter:
         finally:
             self._current_block = None
 
-    def compute_peak_bytes(self) -> dict[CheckpointingMode, int]:
+    def compute_peak_activation_bytes(self) -> dict[CheckpointingMode, int]:
         """Bytes of activations by checkpointing mode.
 
         They are those kept until the backward pass, plus those that the largest block adds when recomputed.
@@ -158,7 +158,7 @@ def measure_activations(
         saved_tensors_hooks(ledger.record_saved_tensor, lambda saved: saved),
     ):
         step.run_on_fake_weights(losses)
-    needs = ledger.compute_peak_bytes()
+    needs = ledger.compute_peak_activation_bytes()
     return needs if supports_checkpointing(transformer) else {"none": needs["none"]}
 
 

@@ -34,7 +34,7 @@ from dit_lora.guard.fallbacks import COMPILE, Fallback
 from dit_lora.guard.finite_gate import NonFiniteError
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.ranks import gather_object
-from dit_lora.training.check_budget import count_affordable_passes
+from dit_lora.training.check_budget import count_affordable_block_passes
 from dit_lora.training.choose_checkpointing import choose_checkpointing
 from dit_lora.training.ema import TrainedEMA
 from dit_lora.training.execution.activation_checkpointing import choose_least_memory_mode, use_checkpointing_mode
@@ -159,7 +159,7 @@ class PeriodicKernelComparison:
         config = self.setup.recipe.guard
         is_requested = step % config.parity_every == 0 or "parity_every" in config.model_fields_set
         self.selected_blocks, self._block_offset = choose_blocks(self.blocks, self._block_offset)
-        affordable = self.count_affordable_passes(step - (self.recovery.state.passed or 0))
+        affordable = self.count_affordable_block_passes(step - (self.recovery.state.passed or 0))
         if is_requested or affordable >= MIN_PASSES + len(self.selected_blocks):
             return MIN_PASSES
         self.selected_blocks = self.select_block_per_kind()
@@ -174,21 +174,21 @@ class PeriodicKernelComparison:
         """Number of passes that compare a kernel with itself in preflight: fewer in a short run by default."""
         if not self.fallbacks or "preflight" in self.setup.recipe.guard.model_fields_set:
             return MIN_PASSES
-        affordable = self.count_affordable_passes(self.setup.recipe.train.steps - self.start_step)
+        affordable = self.count_affordable_block_passes(self.setup.recipe.train.steps - self.start_step)
         # One pass of the kernel is compared with the reference, and at least one with the kernel itself.
         return min(MIN_PASSES, max(2, affordable - 1))
 
-    def count_affordable_passes(self, num_steps: int) -> int:
+    def count_affordable_block_passes(self, num_steps: int) -> int:
         """Number of block passes that the comparison of each kernel may take in a run of so many steps."""
         train = self.setup.recipe.train
         # Kernels are compared on at least `MIN_SAMPLES` samples, also if a step has fewer.
         steps_of_compared_batch = num_steps * train.accumulate * train.batch_size / max(MIN_SAMPLES, train.batch_size)
         num_blocks = sum(map(is_list_element, find_blocks(self.setup.transformer)))
         num_kernels = sum(switch.parent is None for switch in self.fallbacks)
-        return count_affordable_passes(steps_of_compared_batch, max(1, num_blocks), max(1, num_kernels))
+        return count_affordable_block_passes(steps_of_compared_batch, max(1, num_blocks), max(1, num_kernels))
 
     def select_block_per_kind(self) -> set[str]:
-        """Names of blocks that represent all others, on any rank. Collective."""
+        """Names of the blocks to compare: one of every kind that any rank has. The same on all ranks. Collective."""
         local_names = select_block_per_kind(self.setup.transformer, self.blocks, self.block_calls, self.replaced_ops)
         names_by_rank: list[list[str]] = gather_object([local_names])
         return {name for names in names_by_rank for name in names}

@@ -220,7 +220,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
                 diagnosis = diagnose(micro_batch, self.diagnosis_context, kind=failure.kind, control=shared_control)
             except torch.OutOfMemoryError as error:
                 # It may have left a shared forward midway: no collective is possible any more.
-                raise self._make_out_of_memory_error(failure, micro_batch) from error
+                raise self._report_replay_out_of_memory(failure, micro_batch) from error
             # The owner's diagnosis counts on every rank: the loop must not branch on local evidence.
             diagnosis = broadcast_object(diagnosis, owner)
             diagnosed.append(RankDiagnosis(diagnosis, micro_batch))
@@ -228,7 +228,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
                 break  # all ranks share the state: it is why the others fail
         return diagnosed
 
-    def _make_out_of_memory_error(self, failure: RunFailure, micro_batch: MicroBatch) -> NonFiniteError:
+    def _report_replay_out_of_memory(self, failure: RunFailure, micro_batch: MicroBatch) -> NonFiniteError:
         """The error for a rank without memory for a replay in which other ranks take part: they may wait forever."""
         rank = PartialState().process_index
         message = (

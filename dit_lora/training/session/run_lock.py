@@ -142,7 +142,7 @@ class RunLock:
             for folder in self._created_folders:
                 folder.rmdir()
 
-    def get_takeover_error(self) -> DitLoraError | None:
+    def get_run_folder_takeover_error(self) -> DitLoraError | None:
         """Error saying that another process has taken the run's folder, believing this one dead; None if none has."""
         return self._takeover_error
 

@@ -164,7 +164,7 @@ def _describe_pipeline(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[st
         "from_image": "image" in checkpoint.info.image_argument_names,
         "to_image": "last_image" in called,
         "references": references,
-        "reference_clips": bool(checkpoint.info.references and checkpoint.info.references.is_clip),
+        "reference_clips": bool(checkpoint.info.reference_spec and checkpoint.info.reference_spec.is_clip),
         "reference_resolution": recipe.data.reference_resolution,
         "arguments": {
             name: value
@@ -211,7 +211,7 @@ def _record_call(setup: Setup[Any, Any], prompt_kwargs: dict[str, Any], referenc
         pictures = {name: Path(folder) / f"{name}.png" for name in checkpoint.info.image_argument_names}
         for file in pictures.values():
             Image.new("RGB", (shape.width, shape.height)).save(file)
-        supported = checkpoint.info.references
+        supported = checkpoint.info.reference_spec
         frames = shape.frames if supported and supported.is_clip else 1
         # (frames, H, W, 3)
         black = torch.zeros(frames, shape.height, shape.width, 3, dtype=torch.uint8)

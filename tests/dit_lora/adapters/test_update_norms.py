@@ -12,11 +12,11 @@ from dit_lora.adapters.quantize import quantize_base
 from dit_lora.adapters.update_norms import (
     EXTREME_UPDATE_RATIO,
     ModuleUpdate,
-    compute_base_updates,
     compute_module_updates,
     compute_product_norm,
     compute_weight_norms,
     list_loaded_layers,
+    measure_base_weight_changes,
 )
 from dit_lora.config.recipe import LoraConfig
 
@@ -130,7 +130,8 @@ def test_how_far_base_weights_have_trained_is_read_from_the_checkpoints_files(
         "d": draws(1),
     }
     update_by_name = {
-        update.name: update for update in compute_base_updates(current_weights, [tmp_path / "model.safetensors"])
+        update.name: update
+        for update in measure_base_weight_changes(current_weights, [tmp_path / "model.safetensors"])
     }
     assert {name: update.relative_norm for name, update in update_by_name.items()} == {
         "a": pytest.approx(20),

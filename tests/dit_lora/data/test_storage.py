@@ -95,7 +95,7 @@ def test_what_was_looked_for_meanwhile_does_not_lose_the_others(cache: TensorCac
     with away(cache.root):
         assert cache.find_missing([key(0), key(9)]) == [key(0), key(9)]
         require_right(cache, 0)
-        assert cache.get_first_tensor_spec([key(3)]) == OF_ENTRY
+        assert cache.read_first_entry_spec([key(3)]) == OF_ENTRY
 
 
 @pytest.mark.usefixtures("no_patience")
@@ -105,7 +105,7 @@ def test_a_shard_that_stays_away_is_no_fault_of_a_sample(cache: TensorCache) -> 
         cache.read(key(0), OF_ENTRY)
     assert f"the folder {cache.root}" in str(error.value)
     with pytest.raises(UnreadableError, match="No such file"):
-        cache.get_first_tensor_spec([key(0)])
+        cache.read_first_entry_spec([key(0)])
     require_right(cache, 2)
 
 

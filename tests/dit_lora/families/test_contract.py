@@ -374,7 +374,7 @@ def test_the_text_limit_is_what_the_encoder_gives(subject: Subject) -> None:
         assert not label.is_floating_point()
         return
     assert len(limit.tokenizer("a word " * 200).input_ids) > limit.max_tokens
-    takes = subject.checkpoint.info.references
+    takes = subject.checkpoint.info.reference_spec
     if takes is not None and takes.is_encoded_with_caption:
         return  # whose pipelines cut none: a test of their own holds the limit
     embedding = next(t for t in encode(["a word " * 200]).values() if t.is_floating_point())

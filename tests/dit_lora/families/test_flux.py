@@ -283,7 +283,7 @@ def test_reference_resolution_sets_flux2s_limit_in_training_and_in_samples(
     """Sides are multiples of 16; the stock pipeline's limit is 1024x1024."""
     opened = open_checkpoint(tiny_checkpoints["flux2-klein"])
     checkpoint = opened.copy_with_training_metadata({"reference_resolution": resolution})
-    shape = checkpoint.info.references.encoded_shape(1200, 1200, VideoShape(1, 64, 64))
+    shape = checkpoint.info.reference_spec.encoded_shape(1200, 1200, VideoShape(1, 64, 64))
     assert (shape.height, shape.width) == expected
     picture = Image.new("RGB", (1200, 1200), "red")
     encode = checkpoint.encoders.load_video_encoder(torch.float32, CPU)

@@ -39,7 +39,7 @@ def test_it_is_qwen_image_with_other_inputs(name: str, tmp_path: Path) -> None:
         transformer = checkpoint.denoiser.transformer_class.from_config(dict(checkpoint.info.transformer_config))
     assert sum(p.numel() for p in transformer.parameters()) == PARAMETERS
     assert transformer.zero_cond_t is name.endswith("2511")
-    takes = checkpoint.info.references
+    takes = checkpoint.info.reference_spec
     assert (takes.min_count, takes.max_count) == ((1, 3) if name.endswith("2511") else (1, 1))
     assert takes.is_encoded_with_caption
     assert not takes.is_resizable

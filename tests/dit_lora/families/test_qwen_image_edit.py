@@ -124,7 +124,7 @@ def test_a_dropped_caption_is_the_empty_one_with_the_samples_own_picture(
             text = caption if caption is not None else before_text(before)
             expected = encode.encode_with_references(text, [reference], SHAPE)
             for clips in (cached_clips, live):
-                tensors, fault = clips.texts.read(key, clips.texts.get_first_tensor_spec([key]))
+                tensors, fault = clips.texts.read(key, clips.texts.read_first_entry_spec([key]))
                 assert fault is None
                 assert set(tensors) == set(expected)
                 assert all(torch.equal(tensors[n], expected[n][0]) for n in tensors)
@@ -213,7 +213,7 @@ def test_captions_have_the_room_that_is_said_and_are_never_cut(
 
 
 def test_references_are_refused_by_number_and_by_sides(tiny_checkpoints: dict[str, Path]) -> None:
-    single, three = (open_at(tiny_checkpoints[variant]).info.references for variant in VARIANTS)
+    single, three = (open_at(tiny_checkpoints[variant]).info.reference_spec for variant in VARIANTS)
     assert single.reference_count_error(2) == "it has 2 references, and this model takes 1"
     assert three.reference_count_error(0) == "it has 0 references, and this model takes 1 to 3"
     assert three.reference_count_error(3) is None

@@ -9,7 +9,7 @@ from dit_lora.config.load import parse_recipe
 from dit_lora.training.check_budget import (
     CHECK_SHARE,
     EvalSize,
-    count_affordable_passes,
+    count_affordable_block_passes,
     find_reduced_eval_size,
     has_eval_size_setting,
     limit_eval_size,
@@ -36,7 +36,7 @@ def test_few_clips_and_no_draws_stay_as_they_are() -> None:
 @pytest.mark.parametrize("num_steps", [0, 12, 200, 2000])
 def test_passes_of_a_comparison_stay_within_the_share(num_steps: int) -> None:
     num_blocks, num_kernels = 12, 2
-    passes = count_affordable_passes(num_steps, num_blocks, num_kernels)
+    passes = count_affordable_block_passes(num_steps, num_blocks, num_kernels)
     # A third of a step's passes is the forward pass that each kernel takes.
     cost_in_steps = num_kernels * (passes + num_blocks / 3) / num_blocks
     assert cost_in_steps <= CHECK_SHARE * num_steps or passes == 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dit_lora.guard.attach.samples.tensors import has_rows, iter_tensors, map_tensors
+from dit_lora.guard.attach.samples.tensors import has_batch_size, iter_tensors, map_tensors
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -75,7 +75,7 @@ def iter_sample_parts(arguments: Arguments) -> Iterator[list[SamplePart]]:
         for path, tensor in iter_tensors(value, name):
             if not tensor.is_floating_point():
                 continue
-            if has_rows(tensor, count):
+            if has_batch_size(tensor, count):
                 yield [SamplePart(path, tensor[row], row, count) for row in range(count)]
             elif tensor.ndim and tensor.layout is torch.strided:
                 yield [SamplePart(path, element, None, len(tensor)) for element in tensor]
@@ -85,7 +85,7 @@ def iter_sample_parts(arguments: Arguments) -> Iterator[list[SamplePart]]:
 
 def _is_list_of_samples(value: Any, count: int) -> bool:
     """True for a list with one tensor per sample; False for batches, such as the hidden states of several layers."""
-    return is_tensor_list(value) and len(value) == count and not all(has_rows(tensor, count) for tensor in value)
+    return is_tensor_list(value) and len(value) == count and not all(has_batch_size(tensor, count) for tensor in value)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class SampleExtractor:
 
     def extract_sample_value(self, value: Any, row: int) -> Any:
         def select_tensor_row(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor[row : row + 1] if has_rows(tensor, self.count) else tensor
+            return tensor[row : row + 1] if has_batch_size(tensor, self.count) else tensor
 
         if _is_list_of_samples(value, self.count):
             return value[row : row + 1]
@@ -129,7 +129,7 @@ class SampleExtractor:
             return map_tensors(copy_row, value)
 
         def copy_row(tensor: torch.Tensor) -> torch.Tensor:
-            if not has_rows(tensor, self.count):
+            if not has_batch_size(tensor, self.count):
                 return tensor
             changed = tensor.clone()
             changed[row] = tensor[source]
@@ -165,7 +165,7 @@ def make_sample_extractor(arguments: Arguments, config: Any) -> SampleExtractor 
         if not isinstance(values, torch.Tensor):
             continue
         if not isinstance(grid, torch.Tensor):
-            if has_rows(values, count):
+            if has_batch_size(values, count):
                 continue
             return None
         tokens = _count_patch_tokens(kwargs, getattr(config, token_name, None), token_type)

@@ -24,7 +24,7 @@ from dit_lora.guard.attach.calls.call_rows import (
 )
 from dit_lora.guard.attach.samples.loaded_batches import find_bad_rows
 from dit_lora.guard.attach.samples.row_names import format_row_name
-from dit_lora.guard.attach.samples.tensors import has_rows
+from dit_lora.guard.attach.samples.tensors import has_batch_size
 from dit_lora.numerics.autocasts import AutocastState, restore_autocasts
 from dit_lora.numerics.finite import is_finite
 from dit_lora.numerics.objectives import LossOutput
@@ -84,7 +84,7 @@ class CapturedCall:
     def collect_row_tensors(self) -> dict[str, torch.Tensor]:
         """Tensor arguments of a recorded call that have a row for each sample, by name."""
         count = self.num_samples
-        return {n: t for n, t in collect_named_tensors(self.arguments).items() if has_rows(t, count)}
+        return {n: t for n, t in collect_named_tensors(self.arguments).items() if has_batch_size(t, count)}
 
     @property
     def has_finite_output(self) -> bool:

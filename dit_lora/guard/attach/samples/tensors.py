@@ -83,5 +83,5 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     return tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
-def has_rows(value: Any, count: int) -> bool:
+def has_batch_size(value: Any, count: int) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == count

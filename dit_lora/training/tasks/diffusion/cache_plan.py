@@ -111,7 +111,9 @@ class CacheEntryEncoder:
         text_key = replace_paths_by_digests(encoders.text_cache_key())
         latent_key = replace_paths_by_digests(video_facts)
         has_masks = any(source.has_masks for source in recipe.data.all_sources)
-        return cls(recipe, digests, text_key, latent_key, encoders.info.references, has_masks, encoders.sound_format)
+        return cls(
+            recipe, digests, text_key, latent_key, encoders.info.reference_spec, has_masks, encoders.sound_format
+        )
 
     @property
     def has_references_in_text(self) -> bool:

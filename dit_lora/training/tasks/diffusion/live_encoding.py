@@ -71,7 +71,7 @@ class OnTheFlyTextEncoder:
         # Evicts the least recently used.
         self._read_cached = lru_cache(_MAX_CACHED_CAPTIONS)(self._encode_caption)
 
-    def get_first_tensor_spec(self, keys: Sequence[str]) -> Spec:
+    def read_first_entry_spec(self, keys: Sequence[str]) -> Spec:
         return _describe_tensors(self.read(keys[0], {})[0])
 
     def read(self, key: str, spec: Spec) -> ReadResult:
@@ -116,7 +116,7 @@ class OnTheFlyVideoEncoder:
         self.decoded_samples: dict[str, DecodedSample | str] = {}
         """Decoded samples by key, each taken by the next `read` of it."""
 
-    def get_first_tensor_spec(self, keys: Sequence[str]) -> Spec:
+    def read_first_entry_spec(self, keys: Sequence[str]) -> Spec:
         shape = self.decoder.samples[keys[0]][0].shape
         # Shapes are needed before any file is decoded: a black clip has them too.
         black = DecodedSample(

@@ -32,7 +32,7 @@ def generate_prior(session: Session, sampler: Sampler) -> None:
     """
     if all(source.generate is None for source in session.recipe.data.all_sources):
         return
-    if sampler.info.references is not None and sampler.info.references.min_count:
+    if sampler.info.reference_spec is not None and sampler.info.reference_spec.min_count:
         raise DitLoraError(
             f"data.sources: generate: {sampler.info.path.name} makes pictures from references, which a generated "
             "source has none of; remove it"
@@ -104,7 +104,7 @@ class _PriorSampler:
         return pipeline
 
     def write_prior_sample(self, source_index: int, sample_index: int) -> None:
-        """Generate and write sample `sample_index` of source `source_index`."""
+        """Generate a sample for prior preservation from the caption of a source in `data`, and write it."""
         recipe, source = self.session.recipe, self.session.recipe.data.all_sources[source_index]
         sampling = Sampling(
             VideoShape.from_data(recipe.data),

@@ -114,7 +114,7 @@ def _list_trained_shapes(samples: Sequence[BucketedSample]) -> list[VideoShape]:
 
 def require_usable_references(info: CheckpointInfo, clips: Sequence[Clip]) -> None:
     """Raise `DitLoraError` if all data lack references that the model needs, or have some that it does not take."""
-    supported = info.references
+    supported = info.reference_spec
     with_some = [clip for clip in clips if clip.references]
     if supported is None and with_some:
         raise DitLoraError(
@@ -136,7 +136,7 @@ def add_reference_shapes(
 
     Sizes are read from headers; nothing is decoded.
     """
-    supported = info.references
+    supported = info.reference_spec
     if supported is None:
         return tuple(samples), {}
     # Each file once: several samples may share a reference.

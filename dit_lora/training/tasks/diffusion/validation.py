@@ -75,7 +75,7 @@ def _prepare_samples(setup: Setup[DiffusionTrainingData, Checkpoint], step: int,
         return _PendingSamples(numbered, None)
     samplings = [sampling for _, sampling in inputs]
     checkpoint = setup.data.sampling_checkpoint or setup.checkpoint
-    copy_references(session.dir / "samples", checkpoint.info.references, samplings)
+    copy_references(session.dir / "samples", checkpoint.info.reference_spec, samplings)
     base_samples = open_base_samples(setup, samplings) if is_base else None
     if base_samples is None:
         return _PendingSamples(numbered, None)
@@ -188,7 +188,7 @@ def _write_samples(
 
 def _read_embeddings(training_data: DiffusionTrainingData, key: str, device: torch.device) -> Tensors:
     texts = training_data.training_set.texts
-    tensors, fault = texts.read(key, texts.get_first_tensor_spec([key]))
+    tensors, fault = texts.read(key, texts.read_first_entry_spec([key]))
     if fault:
         raise DitLoraError(f"cannot use a validation prompt: {fault}; start again to encode it again")
     # Moved here, because the pipeline does not move given embeddings.

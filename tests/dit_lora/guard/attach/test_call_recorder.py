@@ -163,7 +163,7 @@ def test_a_model_without_a_timestep_has_none() -> None:
     model = nn.Linear(6, 4)
     recorded = RecordedModel(model)
     model(inputs()[0])
-    assert recorded.calls[0].replay(model).timesteps.tolist() == [-1, -1, -1]
+    assert recorded.calls[0].compute_replay_losses(model).timesteps.tolist() == [-1, -1, -1]
 
 
 def test_samples_have_the_loops_names_or_the_numbers_of_their_rows() -> None:

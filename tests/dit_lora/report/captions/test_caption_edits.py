@@ -282,7 +282,7 @@ def test_txt_files_of_other_pages_are_read_after_the_first_sheet(
             sheet = edits.build_sheet(SampleFilter(), page_number)
         assert [card.caption for card in sheet.cards] == shown
         assert (sheet.num_matches, sheet.facts["total"], sheet.facts["missing"]) == (5, 5, None)
-        assert not sheet.has_rows
+        assert not sheet.has_metadata_rows
     assert opened == ["0.txt", "1.txt", "2.txt", "3.txt"]
     # A text is looked for in all captions, and a caption of another page can be edited.
     assert [card.name for card in edits.build_sheet(SampleFilter(text="SECOND"), 1).cards] == ["1.png"]
@@ -296,7 +296,7 @@ def test_txt_files_of_other_pages_are_read_after_the_first_sheet(
     edits.save_caption("4.png", "edited", compute_caption_version("fourth"))
     captions.pop("3.png")
     assert CaptionTable.read(tmp_path).captions == captions | {"4.png": "edited"}
-    assert edits.build_sheet(SampleFilter(), 1).has_rows
+    assert edits.build_sheet(SampleFilter(), 1).has_metadata_rows
 
 
 def test_missing_captions_are_counted_where_a_txt_file_belongs_to_no_sample(

@@ -16,7 +16,7 @@ from dit_lora.report.charts.bars import (
     format_number,
     should_use_log_scale,
 )
-from dit_lora.report.charts.data import MAX_POINTS, compute_extremes, compute_means, group_values
+from dit_lora.report.charts.data import MAX_POINTS, compute_extremes, compute_means, group_values_by_chart_point
 from dit_lora.report.run.charts import Curve, LineChart
 
 
@@ -29,7 +29,7 @@ def test_a_long_line_is_held_by_means_and_extremes() -> None:
     """A point stands for 50 of 100,000 values; a spike is among the highest, and non-finite values leave a gap."""
     values = [float(step) for step in range(100_000)]
     values[31_234], values[70] = 1e9, math.nan
-    assert group_values(range(100_000))[:2, -1].tolist() == [49, 99]
+    assert group_values_by_chart_point(range(100_000))[:2, -1].tolist() == [49, 99]
     line = compute_means(values, sparse=False)
     assert len(line) == MAX_POINTS
     assert line[:3] == [24.5, None, 124.5]

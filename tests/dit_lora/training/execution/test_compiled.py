@@ -166,7 +166,7 @@ def test_a_chat_model_is_compiled_beneath_its_layers_checkpointing(
     assert traced.calls > forward_only  # the backward pass computes again, compiled
 
     asked_to: Any = SimpleNamespace(
-        render=lambda *_, **__: None,
+        tokenize_conversation=lambda *_, **__: None,
         answer=lambda *_: str(step.transformer.generate(torch.tensor([[1, 5, 7]]), max_new_tokens=3)),
     )
     traced.calls = 0

@@ -95,12 +95,12 @@ def test_prodigy_takes_one_multiplier_for_all_groups(groups: dict[str, Any], wor
 
 def test_prodigy_is_not_asked_about_groups_that_do_not_train() -> None:
     """`train.mode: full` has no adapter, and its default rate stays in the recipe."""
-    group_values = {
+    group_values_by_chart_point = {
         "lr": 1,
         "warmup_steps": 0,
         "schedule": "constant",
         "weight_decay": 0.1,
         "clip": 2,
     }
-    recipe(name="prodigy", groups={"adapter": {"lr": 1}, "connector": group_values})
+    recipe(name="prodigy", groups={"adapter": {"lr": 1}, "connector": group_values_by_chart_point})
     recipe({"mode": "full"}, name="prodigy", groups={"backbone": {"lr": 1}})

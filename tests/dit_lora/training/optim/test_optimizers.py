@@ -191,13 +191,13 @@ def test_a_loop_that_is_not_ours_goes_back_as_well(name: str) -> None:
     run = Training(name)
     parameters = dict(run.model.named_parameters())
     early, late = (LoopState(parameters, [run.optimizer], interval_steps=1) for _ in range(2))
-    early.take(0)
+    early.take_snapshot(0)
     run.train(1, 2)
-    late.take(2)
+    late.take_snapshot(2)
     run.train(3, 6)
     at_6 = run.everything()
     for step, state in ((2, late), (0, early)):
-        state.restore(step)
+        state.restore_snapshot(step)
         run.train(step + 1, 6)
         assert_same(run.everything(), at_6)
 

@@ -139,9 +139,9 @@ def test_imports_are_what_a_process_did_before() -> None:
         "began = time.process_time()\n"
         "while time.process_time() - began < 0.3: pass\n"
         "time.sleep(0.4)\n"
-        "from dit_lora.training.session.phases import Phases\n"
-        "import os; (one,) = Phases.from_process().entries\n"
-        "launcher, imports = Phases.from_process(os.getppid()).entries\n"
+        "from dit_lora.training.session.phases import PhaseTimer\n"
+        "import os; (one,) = PhaseTimer.from_process().entries\n"
+        "launcher, imports = PhaseTimer.from_process(os.getppid()).entries\n"
         "print(one.name, one.seconds, one.cpu_seconds, launcher.name, launcher.seconds)\n"
     )
     began = time.perf_counter()

@@ -182,12 +182,12 @@ def test_who_was_held_for_dead_learns_that_the_folder_is_anothers(
     begun = (tmp_path / LOCK_FILE).stat().st_mtime
     time.sleep(0.2)
     assert (tmp_path / LOCK_FILE).stat().st_mtime > begun
-    assert lock.get_takeover_error() is None
+    assert lock.get_run_folder_takeover_error() is None
     (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(elsewhere)))
     deadline = time.monotonic() + 100
-    while lock.get_takeover_error() is None and time.monotonic() < deadline:
+    while lock.get_run_folder_takeover_error() is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert "was taken over by process 1 on node7" in str(lock.get_takeover_error())
+    assert "was taken over by process 1 on node7" in str(lock.get_run_folder_takeover_error())
     lock.release()
 
 

@@ -50,7 +50,7 @@ def videos() -> OnTheFlyVideoEncoder:
 
 
 def test_a_sample_is_encoded_and_its_spec_known_without_one(videos: OnTheFlyVideoEncoder) -> None:
-    assert videos.get_first_tensor_spec(["torn"]) == {"latent": (torch.Size([3]), torch.float32)}
+    assert videos.read_first_entry_spec(["torn"]) == {"latent": (torch.Size([3]), torch.float32)}
     tensors, fault = videos.read("good", {})
     assert (tensors["latent"].tolist(), fault) == ([7, 7, 7], None)
 
@@ -64,7 +64,7 @@ def test_what_a_worker_decoded_is_taken_once(videos: OnTheFlyVideoEncoder) -> No
 def test_bad_values_and_torn_clips_are_faults(videos: OnTheFlyVideoEncoder) -> None:
     tensors, fault = videos.read("mirror", {})
     assert fault == "latent has 3 NaN among 3 values"
-    tensors, fault = videos.read("torn", videos.get_first_tensor_spec(["torn"]))
+    tensors, fault = videos.read("torn", videos.read_first_entry_spec(["torn"]))
     assert fault == "torn cannot be decoded"
     assert tensors["latent"].isnan().all()
 

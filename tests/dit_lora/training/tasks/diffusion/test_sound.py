@@ -79,7 +79,7 @@ def test_the_cache_holds_the_encoding_of_the_sound_of_a_windows_own_time(recipe_
     assert len(actual.entries) == 6
     encode = build_audio_encoder(checkpoint.path, CPU)
     for number, entry in enumerate(actual.entries):
-        (spec,) = {actual.videos.get_first_tensor_spec([entry.video_key])["audio_latent_mean"]}
+        (spec,) = {actual.videos.read_first_entry_spec([entry.video_key])["audio_latent_mean"]}
         assert spec == (torch.Size([28, 16]), torch.float32)
         tensors, fault = actual.videos.read(entry.video_key, {})
         assert fault is None
@@ -108,7 +108,7 @@ def test_what_is_encoded_live_is_what_a_cache_holds(recipe_of: Values) -> None:
     )
     keys = [entry.video_key for entry in cached.entries]
     assert keys == [entry.video_key for entry in live.entries]
-    assert live.videos.get_first_tensor_spec(keys) == cached.videos.get_first_tensor_spec(keys)
+    assert live.videos.read_first_entry_spec(keys) == cached.videos.read_first_entry_spec(keys)
     for key in keys:
         ours, theirs = live.videos.read(key, {})[0], cached.videos.read(key, {})[0]
         assert ours.keys() == theirs.keys() == {"latent_mean", "audio_latent_mean"}
