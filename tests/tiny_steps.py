@@ -10,7 +10,7 @@ import tiny_chat_models
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from family_cases import ARCHITECTURES, CASES
+from family_cases import CASES
 from torch import nn
 
 from dit_lora.adapters.attach import attach_lora, is_lora_b
@@ -24,9 +24,12 @@ from dit_lora.numerics.streams import RandomStreams
 CPU = torch.device("cpu")
 # The blocks of what is encoded with references are those of the variant that is not.
 VARIANTS = {case.variant: case for case in CASES if not case.variant.startswith("qwen-image-edit")}
-NETWORKS = [
-    pytest.param(variant, marks=() if variant in ARCHITECTURES else pytest.mark.thorough) for variant in VARIANTS
-]
+# With one stream and two, joined and separate projections, conv layers, and blocks of different kinds.
+_IN_CI = (
+    *("cogvideox-2b", "cogvideox-1.5-i2v", "sana-600m", "sana-video", "dit-tiny", "latte", "flux-dev", "qwen-image"),
+    *("z-image", "krea2-raw", "ltx-2.3", "wan-2.2-ti2v-5b", "sd3.5-large", "hunyuan-video-1.5", "ideogram-4"),
+)
+NETWORKS = [pytest.param(variant, marks=() if variant in _IN_CI else pytest.mark.thorough) for variant in VARIANTS]
 """The variants for tests of what depends on the network alone; those that repeat a network are for `make test-all`."""
 TEXT_IN_MODEL_DTYPE = ("hunyuan-video-1.5",)
 """Variants that begin with a LayerNorm of text, which autocast leaves alone: it has the model's dtype, as in a run."""

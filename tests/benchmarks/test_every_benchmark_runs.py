@@ -151,6 +151,7 @@ SMALL_RUNS = (
         "world.settings",
         "{work} --settings 'rank 4' --seeds 0 --steps 1 --new-clips 2 --known-clips 2 --per-group 1",
         r"\| rank 4 \| 1 \| N \(N to N\) \| N \(N to N\) \| N \| N \|",
+        is_thorough=True,  # it trains as world.__main__ and measures as world.quality
     ),
     SmallRun(
         "world.distilled",

@@ -21,8 +21,11 @@ def results(operands: list[Tensor], tables: list[Tensor]) -> list[Tensor]:
     ("width", "rotated", "mean"),
     [
         *((32, rotated, mean) for rotated in (False, True) for mean in (0.0, 40.0)),
-        *((72, rotated, 40.0) for rotated in (False, True)),
-        *(pytest.param(72, rotated, 0.0, marks=pytest.mark.thorough) for rotated in (False, True)),
+        *(
+            pytest.param(72, rotated, mean, marks=pytest.mark.thorough)
+            for rotated in (False, True)
+            for mean in (0.0, 40.0)
+        ),
     ],
 )
 def test_no_further_from_fp32_than_rounding(width: int, rotated: bool, mean: float) -> None:

@@ -43,8 +43,9 @@ def reader(tmp_path: Path, shared: Shared) -> Any:
 
 
 # Other tests in CI run what these pages show: faults (benchmarks/faults), runs of two ranks
-# (recipes/test_distributed.py), and runs that begin with a LoRA (recipes/test_continue.py, test_second_model.py).
-LONG_PAGES = tuple(ROOT / "docs" / name for name in ("numerics.md", "scaling.md", "starts.md"))
+# (recipes/test_distributed.py), runs that begin with a LoRA (recipes/test_continue.py, test_second_model.py), pushes
+# (hub/test_push.py), and the first commands (README.md, docs/first_lora.md).
+LONG_PAGES = tuple(ROOT / "docs" / f"{name}.md" for name in ("hub", "index", "numerics", "scaling", "starts"))
 
 
 @pytest.mark.parametrize(

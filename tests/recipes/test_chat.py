@@ -310,6 +310,7 @@ def overfit(lora_main: Main, args: list[str], folder: Path, run: Path, steps: in
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_tiny_model_overfits_eight_answers_about_coloured_bands(
     lora_main: Main, videochat2: list[str], tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ ALIKE = (
     *("cogvideox_1.5", "cogvideox_i2v", "sana_video", "dit_scratch", "video_dit_lora"),
     "flux_kontext",
     *("chroma", "flux", "flux2", "hunyuan_video15", "kandinsky5", "qwen_image21", "sd3"),
+    *("ernie_image", "krea2", "latte", "qwen_image", "z_image"),
     *("wan_i2v", "wan_flf2v", "wan_2.2", "wan_2.2_i2v", "wan_5b", "wan_5b_i2v"),
     *("ltx_video_i2v", "ltx2", "ltx2_2.5", "ltx2_i2v", "ltx2_i2v_sound", "ltx2_ic_lora"),
 )

@@ -148,6 +148,7 @@ def test_a_run_goes_back_to_the_last_step_that_agreed_and_is_as_if_nothing_was_w
     assert not same_adapter(clean, warned)
 
 
+@pytest.mark.thorough
 def test_without_leave_to_fall_back_the_run_stops_and_keeps_what_was_trained(
     lora_main: Main, args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,26 +116,28 @@ def test_a_comparison_changes_no_bit_of_the_run(lora_main: Main, smoke: list[str
     assert not lines(tmp_path / "1", "events.jsonl")
 
 
-def test_sharded_weights_are_compared_and_a_late_fault_on_two_ranks_is_named(smoke: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [("late",), thorough(("before", "right"))])
+def test_sharded_weights_are_compared_and_a_late_fault_on_two_ranks_is_named(
+    smoke: list[str], tmp_path: Path, names: tuple[str, ...]
+) -> None:
     """In bf16, where only the comparison in fp32 can see it; one clip a rank."""
     args = [*smoke, "train.steps=4", "guard.parity_every=2", "model.dtype=bf16"]
     args += ["train.batch_size=1", "train.save_every=9"]
-    runs = {
+    faults = {
         "late": ("wrong rows", 1),
         "before": ("the last partial block dropped in backward", 0),
         "right": ("wrong rows", 9),
     }
-    cases = [
-        (Case("fsdp2", (*args, f"run.dir={tmp_path / name}")), fault, step) for name, (fault, step) in runs.items()
-    ]
+    cases = [(Case("fsdp2", (*args, f"run.dir={tmp_path / name}")), *faults[name]) for name in names]
     for rank in on_ranks(2, run_planted, cases, timeout=1200):
-        assert [(outcome.exit_code, outcome.error) for outcome in rank] == [(0, "")] * 3
+        assert [(outcome.exit_code, outcome.error) for outcome in rank] == [(0, "")] * len(names)
         assert all(outcome.sharded for outcome in rank)
-    (late,), (before,) = (lines(tmp_path / name, "events.jsonl") for name in ("late", "before"))
-    assert (late["kind"], late["step"], late["action"]) == ("parity", 2, "rollback")
-    assert before["kind"] == "preflight"
-    assert {late["verdict"]["switch"], before["verdict"]["switch"]} == {"ada_norm"}
-    assert not lines(tmp_path / "right", "events.jsonl")
+    events = {name: lines(tmp_path / name, "events.jsonl") for name in names}
+    expected = {"late": [("parity", "ada_norm")], "before": [("preflight", "ada_norm")], "right": []}
+    assert {
+        name: [(event["kind"], event["verdict"]["switch"]) for event in found] for name, found in events.items()
+    } == {name: expected[name] for name in names}
+    assert all((event["step"], event["action"]) == (2, "rollback") for event in events.get("late", []))
 
 
 @pytest.mark.parametrize("mode", ["auto", "on"])

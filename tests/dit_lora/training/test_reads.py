@@ -218,15 +218,11 @@ QUICK = {
         "anima",
         "cogvideox",
         "dit",
-        "flux2",
         "ideogram4",
-        "krea2",
         "ltx2",
         "qwen_image_edit_plus",
-        "sana",
         "wan_5b_i2v",
     ),
-    "z_image",
 }
 # References, masks, sound and first frames, of those families and with each other.
 GIVEN_MORE = (
