@@ -39,10 +39,6 @@ demo: $(VENV)/.base
 	@echo 'without it; open demo/run/report.html for curves and samples. Next: docs/first_lora.md.'
 	$(BIN)/python -m benchmarks.world.quality demo/model --adapter demo/run
 
-# glibc gives large blocks back to the kernel, which clears them for the next tensor: a twentieth of the CPU time.
-test test-all: export MALLOC_MMAP_THRESHOLD_ = 33554432
-test test-all: export MALLOC_TRIM_THRESHOLD_ = 1073741824
-
 test: setup
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m 'not thorough'
 

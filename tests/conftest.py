@@ -31,8 +31,6 @@ from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.families import FAMILIES, get_family
 
 torch.set_num_threads(1)
-# Garbage is collected when a file begins; at the usual thresholds the collections in between take a tenth of the time.
-gc.set_threshold(100_000)
 
 SMOKE = ROOT / "recipes" / "smoke" / "cogvideox.yaml"
 Launch = Callable[..., subprocess.CompletedProcess[str]]
