@@ -43,6 +43,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--lazy-checkpoints", action="store_true", help=text)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        os.environ["TEST_COUNTS_FOLDER"] = str(Path(config.option.basetemp).parent / "counts")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put slow tests first, so that no worker ends with one alone."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)

@@ -27,8 +27,11 @@ _counts_folder: Path | None = None
 
 
 def get_counts_folder() -> Path:
-    """The folder of counts, which is made when it is first asked for."""
+    """The folder of counts, which is made when it is first asked for; xdist's workers have one together."""
     global _counts_folder
+    if _counts_folder is None and "TEST_COUNTS_FOLDER" in os.environ:
+        _counts_folder = Path(os.environ["TEST_COUNTS_FOLDER"])
+        _counts_folder.mkdir(exist_ok=True)
     if _counts_folder is None:
         _counts_folder = Path(tempfile.mkdtemp(prefix="counts_"))
         atexit.register(shutil.rmtree, _counts_folder, ignore_errors=True)

@@ -38,6 +38,7 @@ host.main(["--ops", "--rounds", "1"])
 """
 
 
+@pytest.mark.thorough
 def test_a_launch_past_tritons_look_up_is_that_launch() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])

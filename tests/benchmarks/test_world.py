@@ -125,6 +125,7 @@ with open(f"{options['--output_dir']}/seen.txt", "w") as file:
 """
 
 
+@pytest.mark.thorough
 def test_the_script_of_diffusers_gets_the_demos_clips_settings_and_size(tmp_path):
     source = tmp_path / "published.py"
     source.write_text(SCRIPT)

@@ -40,6 +40,7 @@ def shell(command: str) -> str:
     return process.stdout
 
 
+@pytest.mark.thorough  # docs/first_lora.md and guard_anywhere.md, whose commands these are, run in CI
 @pytest.mark.usefixtures("fresh_state")
 def test_every_cell_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}

@@ -69,7 +69,11 @@ def invoke(*arguments: object) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name",
+    # The two others are checkpoints of Transformers, as Qwen's are.
+    [pytest.param(name, marks=() if name in ("videochat2", "qwen") else pytest.mark.thorough) for name in VARIANTS],
+)
 def test_a_smoke_recipe_trains_resumes_answers_and_exports(
     name: str,
     lora_main: Main,

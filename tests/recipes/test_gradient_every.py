@@ -72,6 +72,7 @@ def load_state(checkpoint: Path) -> dict[str, torch.Tensor]:
     return {f"{file.name}/{name}": tensor for file in files for name, tensor in load_file(file).items()}
 
 
+@pytest.mark.thorough
 def test_a_faulty_component_is_off_from_the_first_step_and_the_run_is_as_if_unchecked(
     lora_main: Main,
     args: list[str],

@@ -17,6 +17,7 @@ from dit_lora.adapters.diffusers_format import ADAPTER_FILE
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.thorough  # each engine is in test_topologies.py, each kind of file on one process in recipes
 def test_every_engine_trains_shows_and_verifies_the_same(
     tiny_checkpoints: dict[str, Path],
     shape_clips: Path,

@@ -167,6 +167,9 @@ def test_a_copy_is_fused_and_its_own(kind: str) -> None:
     assert_equal(run(model, inputs), expected, 2e-5)
 
 
+@pytest.mark.parametrize(
+    "kind", ["sana-1.5", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in KINDS[::2])], indirect=True
+)
 def test_a_block_compiles_whole(kind: str) -> None:
     model, inputs = fuse_all(build(kind, num_layers=1)), make_inputs(kind)
     expected = run(model, inputs)
