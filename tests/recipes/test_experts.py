@@ -229,6 +229,7 @@ def test_memory_holds_one_expert_at_a_time(lora_main: Main, args: list[str], mon
     assert alive == [0, 0]
 
 
+@pytest.mark.thorough
 def test_two_ranks_train_both_alike(launch: Any, args: list[str], run: Path, tmp_path: Path) -> None:
     """Their second run has the process group of the first."""
     split = ["train.batch_size=1", f"run.dir={tmp_path / 'two'}"]

@@ -250,6 +250,7 @@ def test_a_bundle_of_bad_weights_holds_them(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough  # every engine does in test_topologies.py
 def test_two_ranks_leave_the_sample_out_and_end_as_two_ranks_without_it(  # type: ignore[no-untyped-def]
     launch, poisoned: list[str], without: str, bad_clip: str, tmp_path: Path
 ) -> None:

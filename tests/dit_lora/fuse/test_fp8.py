@@ -177,6 +177,7 @@ def test_an_inf_reaches_the_loss(tiny_checkpoints: dict[str, Path]) -> None:
 
 
 @pytest.mark.usefixtures("able")
+@pytest.mark.thorough
 def test_a_block_compiles_whole(tiny_checkpoints: dict[str, Path]) -> None:
     step = step_of(tiny_checkpoints)
     fuse(step.transformer, WITH, check=False)
