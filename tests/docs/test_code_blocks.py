@@ -44,8 +44,12 @@ def reader(tmp_path: Path, shared: Shared) -> Any:
 
 # Other tests in CI run what these pages show: faults (benchmarks/faults), runs of two ranks
 # (recipes/test_distributed.py), runs that begin with a LoRA (recipes/test_continue.py, test_second_model.py), pushes
-# (hub/test_push.py), and the first commands (README.md, docs/first_lora.md).
-LONG_PAGES = tuple(ROOT / "docs" / f"{name}.md" for name in ("hub", "index", "numerics", "scaling", "starts"))
+# (hub/test_push.py), and the first commands (README.md, docs/first_lora.md). Of these pages CI checks the commands'
+# names and options.
+LONG_PAGES = tuple(
+    ROOT / "docs" / f"{name}.md"
+    for name in ("export", "hub", "index", "memory", "numerics", "scaling", "starts", "verify")
+)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +65,19 @@ def test_every_block_runs(page: Path, reader: Callable[[Path], "Reader"]) -> Non
         for block in blocks(page):
             reading.read(block)
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+# Commands of index.md and numerics.md read what earlier commands of the page write.
+@pytest.mark.parametrize(
+    "page", [page for page in LONG_PAGES if page.stem not in ("index", "numerics")], ids=lambda page: page.stem
+)
+def test_every_command_of_a_long_page_has_known_options(page: Path, reader: Callable[[Path], "Reader"]) -> None:
+    with reader(page) as reading:
+        for block in blocks(page):
+            if block.says("file"):
+                reading.read(block)
+            elif block.language in ("bash", "console") and not block.says("example"):
+                reading._check(block)
 
 
 @pytest.mark.parametrize("what", ["not run", "example"])
