@@ -53,7 +53,7 @@ class BaseFingerprint:
     """Record of the base model's output on synthetic inputs, taken at the run's first start."""
 
     record: dict[str, Any] | None
-    """What `compute_model_output_fingerprint` gave, or the reason why it failed. None if every weight trains."""
+    """The result of `compute_model_output_fingerprint`, or why it failed. None if every weight trains."""
     initial_weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """CPU copies of the trained base weights as they were loaded; this rank's shard if sharded."""
     recorded_at_step: int = 0
