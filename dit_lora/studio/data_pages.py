@@ -225,7 +225,7 @@ class DataPages:
     ) -> tuple[dict[str, list[RelatedFile]], list[str]]:
         """Find the masks and references of the files on a page, if a recipe is chosen that names their folders.
 
-        Returns them by file name, and notes about what was not found.
+        Returns them by the name of their sample, and the folders that cannot be shown.
         """
         if not query.get("recipe"):
             return {}, []
